@@ -1,0 +1,1 @@
+"""Ranks: real processes, simulated threads, and the one record that both leave."""

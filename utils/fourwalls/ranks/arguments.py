@@ -1,0 +1,39 @@
+"""The bad input that can be refused before any rank starts: is it a program, can it be called so, does every rank have its item?
+
+A mistake in the call should cost no process and no thread, and be told in the learner's own process.
+
+    program(comm, *args, **kwargs) must be callable as it stands
+
+Reference: inspect.signature in the Python library.
+"""
+
+import inspect
+from collections.abc import Callable
+
+from .result import PerRank
+
+__all__ = ["rank_arguments"]
+
+
+def rank_arguments(program: Callable, args: tuple, kwargs: dict, ranks: int) -> Callable[[int], tuple[tuple, dict]]:
+    """rank -> (args, kwargs) of that rank. ValueError if the program cannot take them, or a per_rank list has the wrong length."""
+    if not callable(program):
+        raise ValueError(f"the program is {program!r}; it must be a function def program(comm, ...)")
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, PerRank) and len(value) != ranks:
+            raise ValueError(f"per_rank has {len(value)} items for {ranks} ranks; it needs one for each")
+    try:
+        inspect.signature(program).bind(None, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(program, "__name__", repr(program))
+        raise ValueError(f"{name}(comm, ...) does not fit the arguments given: {error}") from None
+    except ValueError:
+        pass  # some built-in callables have no signature to look at
+
+    def given(rank: int) -> tuple[tuple, dict]:
+        def own(value):
+            return value[rank] if isinstance(value, PerRank) else value
+
+        return tuple(map(own, args)), {k: own(v) for k, v in kwargs.items()}
+
+    return given
