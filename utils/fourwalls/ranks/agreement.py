@@ -1,8 +1,8 @@
 """Before data moves: do all ranks of a communicator make the same collective call?
 
-A ring in which one rank sums and another takes the maximum returns numbers, only not the right ones, and two ranks that both think
-they are the root wait for ever. A statement is a collective's name and arguments, with the line it was called from; the k-th statements of
-all ranks must be equal. Statements are control traffic: they appear in no Trace and cost no virtual time.
+A ring in which one rank sums and another takes the maximum returns numbers, only not the right ones, and two ranks that both
+think they are the root wait for ever. A statement is a collective's name and arguments, with the line it was called from; the
+k-th statements of all ranks must be equal. Statements are control traffic: they appear in no Trace and cost no virtual time.
 
     right  <=>  for every k, the k-th statements of all ranks agree
 
@@ -23,7 +23,9 @@ STATEMENT_BYTES = 512  # of one statement on the wire
 
 
 class Table:
-    """Statements of ranks that share memory. Nobody waits: each rank compares with the one that came first, before it sends anything."""
+    """Statements of ranks that share memory. Nobody waits: each rank compares with the one that came first, before it sends
+    anything.
+    """
 
     def __init__(self):
         self._open: dict = {}
@@ -39,7 +41,9 @@ class Table:
 
 
 def compare_statements(calls: dict[int, tuple], sites: dict[int, tuple]) -> str:
-    """What to say where the calls (rank -> ((field, value), ...)) differ: for each value, the ranks that gave it; "" if they agree."""
+    """What to say where the calls (rank -> ((field, value), ...)) differ: for each value, the ranks that gave it; "" if they
+    agree.
+    """
     said = {rank: dict(call) for rank, call in sorted(calls.items())}
     fields = list(dict.fromkeys(field for call in said.values() for field in call))
     if len({call["collective"] for call in said.values()}) > 1:

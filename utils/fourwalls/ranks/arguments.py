@@ -16,7 +16,9 @@ __all__ = ["rank_arguments"]
 
 
 def rank_arguments(program: Callable, args: tuple, kwargs: dict, ranks: int) -> Callable[[int], tuple[tuple, dict]]:
-    """rank -> (args, kwargs) of that rank. ValueError if the program cannot take them, or a per_rank list has the wrong length."""
+    """rank -> (args, kwargs) of that rank. ValueError if the program cannot take them, or a per_rank list has the wrong
+    length.
+    """
     if not callable(program):
         raise ValueError(f"the program is {program!r}; it must be a function def program(comm, ...)")
     for value in (*args, *kwargs.values()):

@@ -1,8 +1,8 @@
 """The book in which ranks of one machine write what they have begun and what they wait for.
 
-Both sides of a message write a line, then look for the other side's line; whoever comes second compares the two, so shapes, dtypes and
-calls that do not fit are refused before any byte moves. The same lines tell the supervisor who waits for a call that nobody has made.
-A rank writes only its own lines (but for one byte, "answered", in its peer's), so no lock is needed.
+Both sides of a message write a line, then look for the other side's line; whoever comes second compares the two, so shapes,
+dtypes and calls that do not fit are refused before any byte moves. The same lines tell the supervisor who waits for a call that
+nobody has made. A rank writes only its own lines (but for one byte, "answered", in its peer's), so no lock is needed.
 
     line = (n-th message, communicator, tag, sender, receiver, side) -> what was called, where, with which shape
 
@@ -75,7 +75,8 @@ class Book:
         if slot >= self._top:
             self._top = slot + 1
             struct.pack_into("<I", memory, area, self._top)
-        # From here on the peer can find this line; if it wrote its own before, we find that. Both may see each other: both compare.
+        # From here on the peer can find this line; if it wrote its own before, we find that. Both may see each other: both
+        # compare.
         there = self._area(peer)
         keys = there + 64
         (top,) = struct.unpack_from("<I", memory, there)

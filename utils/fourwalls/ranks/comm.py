@@ -174,7 +174,8 @@ class Comm(ABC):
         """Make one communicator for each `color`, ranks in order of (key, rank). Every rank must call it; None: in no group."""
 
     def agree(self, call: tuple) -> None:  # noqa: B027
-        """Checked mode of collectives: raise MismatchError, which says who says what, unless the k-th `call` of all ranks is the same.
+        """Checked mode of collectives: raise MismatchError, which says who says what, unless the k-th `call` of all ranks is
+        the same.
 
         `call` is (("collective", name), (argument, value), ...). No event, no bytes, no virtual time. A transport that cannot, does nothing.
         """
@@ -195,8 +196,8 @@ class Comm(ABC):
         """`with comm.compute("forward"):` records the block as work.
 
         Simulated: takes `seconds` if stated, else the modelled device's roofline time of `flops` and `bytes`; with none of the three,
-        of the FLOPs and bytes counted from the operations inside. Real: measured; with `seconds`, sleeps until that much has passed, and
-        the event is labelled paced.
+        of the FLOPs and bytes counted from the operations inside. Real: measured; with `seconds`, sleeps until that much has
+        passed, and the event is labelled paced.
         """
 
     @abstractmethod

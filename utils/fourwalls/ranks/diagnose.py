@@ -112,7 +112,9 @@ def explain_straggler(rank: int, seconds: float, others: int, where: str = "") -
 
 
 def explain_failure(rank: int, ranks: int, error: BaseException) -> str:
-    """The learner's own error, led by the rank, with the learner's own lines; frames of this library and of torch are left out."""
+    """The learner's own error, led by the rank, with the learner's own lines; frames of this library and of torch are left
+    out.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = own_frames([(f.filename, f.lineno, f.name) for f in frames])
     return render_failure(rank, ranks, type(error).__name__, str(error), lines)
@@ -125,14 +127,17 @@ def render_failure(rank: int, ranks: int, kind: str, message: str, frames: Itera
 
 
 def own_frames(frames: Iterable[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    """The learner's frames of a traceback: this library's left out, Python's and installed packages' too unless nothing else is there."""
+    """The learner's frames of a traceback: this library's left out, Python's and installed packages' too unless nothing else is
+    there.
+    """
     frames = [f for f in frames if not os.path.abspath(f[0]).startswith(_HERE + os.sep) and not f[0].startswith("<frozen")]
     own = [f for f in frames if not f[0].startswith(_PYTHON) and not any(part in f[0].replace(os.sep, "/") for part in _INSTALLED)]
     return own or frames
 
 
 def explain_mismatch(first: Call, second: Call) -> str:
-    """Two calls that met and do not fit, both sides named."""
+    """Two calls that met and do not fit, both sides named; the sender first, whoever of the two came second and noticed."""
+    first, second = sorted((first, second), key=lambda call: "send" not in call.op)
     differ = []
     if first.tag != second.tag:
         differ.append(f"the tags differ, {first.tag} and {second.tag}")

@@ -1,7 +1,8 @@
 """How a run went wrong, from many symptoms to one error.
 
-When one rank fails, the others soon fail too, because a connection to it is gone. The first real failure is the one to show; broken
-connections are shown only if nothing else is known. What is raised names the rank, what happened to it, and the learner's own line.
+When one rank fails, the others soon fail too, because a connection to it is gone. The first real failure is the one to show;
+broken connections are shown only if nothing else is known. What is raised names the rank, what happened to it, and the
+learner's own line.
 
     shown = the earliest failure that is not a broken connection
 

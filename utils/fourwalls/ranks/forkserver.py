@@ -1,9 +1,9 @@
 """The fork server: a small process that has imported torch and nothing else, and makes ranks by forking itself.
 
-It speaks over one socket with the process that runs the notebook and never starts a thread, computes or touches a GPU, so a fork of it is
-as good as a fresh interpreter and a hundred times faster. It outlives its owner by nothing: when the socket ends, even because the owner
-was killed, it kills every rank and every process a rank has left behind, and goes. The same server, without torch, starts
-fresh interpreters where forking is unsafe.
+It speaks over one socket with the process that runs the notebook and never starts a thread, computes or touches a GPU, so a
+fork of it is as good as a fresh interpreter and a hundred times faster. It outlives its owner by nothing: when the socket ends,
+even because the owner was killed, it kills every rank and every process a rank has left behind, and goes. The same server,
+without torch, starts fresh interpreters where forking is unsafe.
 
     cost of n ranks = one import of torch, once + n forks
 
@@ -31,7 +31,7 @@ STARTED, EXITED = 1, 2  # to the owner: value is the process id, or the wait sta
 KILL = 3  # from the owner: value is the signal, rank -1 is all
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FDS = ("socket", "output", "where")  # of each rank, in this order, after the session's own three
-WARM = ("torch", "torch.distributed", "torch.optim", "torch._dynamo", "torch.nn", "torch.nn.functional", "torch.utils.data", "cloudpickle")
+WARM = ("torch", "torch.distributed", "torch.optim", "torch._dynamo", "torch.nn", "torch.nn.functional", "torch.utils.data", "cloudpickle", "torch.profiler._cupti_monitor")
 OWN = ("worker", "transport", "book", "ship", "machine", "diagnose", "groups")
 
 
@@ -51,7 +51,8 @@ def main(fd: int, *, warm: bool) -> None:
 def preload() -> None:
     """Import what a first training step would import, so that ranks share it; then keep the collector's hands off it."""
     for name in WARM:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # a module that this release of torch lacks is not needed either
+            importlib.import_module(name)
     for name in OWN:
         importlib.import_module(f"fourwalls.ranks.{name}")
     gc.collect()
@@ -73,7 +74,7 @@ class Server:
     """The loop: requests from the owner, ends of ranks, ends of sessions."""
 
     def __init__(self, control: socket.socket):
-        self.control, self.sessions, self.scratch = control, {}, None
+        self.control, self.sessions, self.scratch, self.pid = control, {}, None, os.getpid()
         self.linux = sys.platform.startswith("linux")
         if self.linux:
             _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes our child, so that we can end it
@@ -150,6 +151,8 @@ class Server:
                 signal.signal(number, signal.SIG_DFL)
             if self.linux:
                 _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != self.pid:  # the server ended before we could ask
+                    os._exit(1)
             else:
                 named["alive"] = os.dup(self.alive_read)
             for session in self.sessions.values():

@@ -1,7 +1,7 @@
 """What every communicator can do with messages alone: wait for everybody, and find out who else has the same colour.
 
-Both go round in ceil(log2 n) rounds: in round k each rank hears from the one 2^k places before it and tells the one 2^k after it, so after
-the last round everybody has heard, directly or not, from everybody. Real and simulated ranks share this code.
+Both go round in ceil(log2 n) rounds: in round k each rank hears from the one 2^k places before it and tells the one 2^k after
+it, so after the last round everybody has heard, directly or not, from everybody. Real and simulated ranks share this code.
 
     messages a rank sends = ceil(log2 n)
 

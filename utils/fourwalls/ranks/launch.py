@@ -1,8 +1,8 @@
 """Ranks as processes, seen from the process that wants them: ask the fork server, hold the sockets, end them all.
 
-There is one fork server for each process that runs programs, started when first needed and restarted when lost. A session is one group
-of ranks: sockets and pipes without names, a piece of shared memory without a name, and one socket whose closing, for whatever
-reason, ends the whole group.
+There is one fork server for each process that runs programs, started when first needed and restarted when lost. A session is
+one group of ranks: sockets and pipes without names, a piece of shared memory without a name, and one socket whose closing, for
+whatever reason, ends the whole group.
 
     a session leaves nothing: closing its socket kills its processes, and nothing else of it has a name
 
@@ -150,7 +150,10 @@ class _Server:
         with cls._lock:
             key = (os.getpid(), warm)
             server = cls._of_process.get(key)
-            if server is None or not server.usable():
+            if server is not None and not server.usable():
+                server.close()
+                server = None
+            if server is None:
                 server = cls._of_process[key] = cls(warm)
             return server
 

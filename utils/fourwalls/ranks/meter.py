@@ -1,7 +1,7 @@
 """Counts what the operations inside a block do: floating-point operations, and bytes read and written.
 
-A dispatch mode sees every operator of this thread, also those of the backward pass and those on `meta` tensors, so a layer too large
-for this machine can be priced without holding it. Products are counted by torch's own formulas, everything else as one
+A dispatch mode sees every operator of this thread, also those of the backward pass and those on `meta` tensors, so a layer too
+large for this machine can be priced without holding it. Products are counted by torch's own formulas, everything else as one
 operation an output element; views move nothing.
 
     bytes = sum over operators of (bytes of the distinct tensors read) + (bytes of the distinct tensors written)
@@ -20,7 +20,9 @@ __all__ = ["Meter"]
 
 
 class Meter(TorchDispatchMode):
-    """`with Meter() as m:` then m.flops, m.bytes, m.ops. `each(flops, bytes, dtype)` is called for every operator that moves data."""
+    """`with Meter() as m:` then m.flops, m.bytes, m.ops. `each(flops, bytes, dtype)` is called for every operator that moves
+    data.
+    """
 
     def __init__(self, each: Callable[[int, int, torch.dtype], None] | None = None):
         super().__init__()

@@ -1,8 +1,8 @@
 """What ranks print: each line with its label while it runs, ordered by rank at the end, and never more than a reader can use.
 
-Everything a rank writes to standard output and error, from Python or from C, comes here as bytes through one pipe. In a terminal or a
-test, lines appear as they come; in a notebook a live part shows the latest lines and gives way to the ordered text at the end, so that
-two runs leave the same cell behind.
+Everything a rank writes to standard output and error, from Python or from C, comes here as bytes through one pipe. In a
+terminal or a test, lines appear as they come; in a notebook a live part shows the latest lines and gives way to the ordered
+text at the end, so that two runs leave the same cell behind.
 
     shown = the first 200 lines, at most 64 kB, of each rank; the rest goes to a file of at most 8 MB
 
@@ -24,7 +24,9 @@ LIVE_LINES, LIVE_SECONDS = 20, 0.1
 
 
 class Output:
-    """Collects the output of all ranks of one run, and shows it if `stream`. `scratch()` gives the folder for what is too much."""
+    """Collects the output of all ranks of one run, and shows it if `stream`. `scratch()` gives the folder for what is too
+    much.
+    """
 
     def __init__(self, ranks: int, *, stream: bool, scratch):
         self.ranks = [_RankOutput(r, scratch) for r in range(ranks)]

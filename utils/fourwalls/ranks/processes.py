@@ -1,8 +1,8 @@
 """Real ranks: start them, watch them, bring back their results or one clear error, and leave nothing behind.
 
-The supervisor is a plain loop in the calling thread: it carries messages, output and reports of ended processes, and looks four times a
-second into the book where ranks say what they wait for. A deadlock is seen there, not guessed from a timeout; a rank that computes while
-others wait is a straggler, which only `timeout` ends.
+The supervisor is a plain loop in the calling thread: it carries messages, output and reports of ended processes, and looks four
+times a second into the book where ranks say what they wait for. A deadlock is seen there, not guessed from a timeout; a rank
+that computes while others wait is a straggler, which only `timeout` ends.
 
     how a run is ended      at once        after            then
       a rank failed         SIGTERM        0.3 s SIGKILL    RankError (or Deadlock-, MismatchError)
@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable
 
 from .arguments import rank_arguments
+from .cluster import run_cluster, under_torchrun
 from .failures import Failure, choose, interrupted, to_error
 from .forkserver import EXITED
 from .launch import Session, open_session, scratch_folder, start_method
@@ -66,10 +67,12 @@ def run_processes(
 
     timeout: seconds the ranks may wait for one that computes. limit: seconds for the whole run. backend: "gloo", "nccl", or None: nccl where
     each rank can have a GPU of its own. threads: per rank (default: allowed cores / ranks). env: further environment variables.
-    start: "fork" or "spawn" (default: fork where it is safe).
+    start: "fork" or "spawn" (default: fork where it is safe). Under torchrun this process is one of the ranks it has started.
     Raises ValueError for bad arguments, before anything starts; DeadlockError, MismatchError, RankError; KeyboardInterrupt.
     """
     kwargs = kwargs or {}
+    if under_torchrun():  # the same script on many nodes: torchrun has started the ranks, and says how many
+        return run_cluster(program, args, kwargs, seed=seed, timeout=timeout, checks=checks, backend=backend, threads=threads)
     check_count(ranks)
     rank_arguments(program, args, kwargs, ranks)
     with Pool(ranks=ranks, timeout=timeout, limit=limit, backend=backend, threads=threads, env=env, start=start) as pool:

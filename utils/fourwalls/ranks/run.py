@@ -39,8 +39,9 @@ def run(
     threads   torch threads in each rank; None: allowed cores / ranks, at least 1
     stream    False: ranks' output is kept in run.outputs and not shown
     start     "fork" or "spawn"; None: fork from a warm server where that is safe
-    An argument wrapped in fw.per_rank([...]) gives each rank its own item. Functions travel by value; results come back pickled, and
-    nothing in this process is changed by the ranks. Raises ValueError before anything starts; RankError, DeadlockError or MismatchError after.
+    An argument wrapped in fw.per_rank([...]) gives each rank its own item. Functions travel by value; results come back
+    pickled, and nothing in this process is changed by the ranks. Raises ValueError before anything starts; RankError,
+    DeadlockError or MismatchError after.
     """
     from .processes import run_processes
 
@@ -72,7 +73,9 @@ def simulate(
     on_message: Callable | None = None,
     **kwargs,
 ) -> Run:
-    """Run `program(comm, *args, **kwargs)` on simulated ranks, inside this process and under a virtual clock; see `simulate_ranks`."""
+    """Run `program(comm, *args, **kwargs)` on simulated ranks, inside this process and under a virtual clock; see
+    `simulate_ranks`.
+    """
     from .simulator import simulate_ranks
 
     return simulate_ranks(program, args, kwargs, ranks=ranks, cluster=cluster, seed=seed, checks=checks, clock=clock, on_message=on_message)

@@ -1,7 +1,7 @@
 """What travels between the notebook and its ranks: functions by value, tensors as bytes, results on the CPU.
 
-A function from a cell, a script or a test does not exist in another process, so it is sent itself (cloudpickle), together with the
-globals it uses; what is installed is sent by name. Nothing of the notebook runs a second time in a rank.
+A function from a cell, a script or a test does not exist in another process, so it is sent itself (cloudpickle), together with
+the globals it uses; what is installed is sent by name. Nothing of the notebook runs a second time in a rank.
 
     bytes sent = once for what all ranks share + each rank's own `per_rank` items
 

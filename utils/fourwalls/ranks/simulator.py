@@ -1,8 +1,9 @@
 """Hundreds of ranks in one process, under a virtual clock: the same rank program, no second core needed.
 
-Each rank is a thread with its own clock and its own random state, and messages carry real tensors, so values are real and only time is
-modelled. Sends wait for their receive, a receive leaves its buffer untouched until `wait()`, and a run with the same seed is the
-same to the last picosecond. What a message costs is the cluster's link; what work costs is the roofline of its device.
+Each rank is a thread with its own clock and its own random state, and messages carry real tensors, so values are real and only
+time is modelled. Sends wait for their receive, a receive leaves its buffer untouched until `wait()`, and a run with the same
+seed is the same to the last picosecond. What a message costs is the cluster's link; what work costs is the roofline of its
+device.
 
     clock of a rank = work done + messages waited for
 
@@ -39,7 +40,9 @@ CLOCKS = ("stated", "roofline", "measured")
 
 
 class _Post(Request):
-    """One side of a message in the simulator. `time`: when it was posted; `done_at`: when it has arrived; `site`: where it was called."""
+    """One side of a message in the simulator. `time`: when it was posted; `done_at`: when it has arrived; `site`: where it was
+    called.
+    """
 
     __slots__ = ("comm", "done_at", "finished", "message", "nbytes", "payload", "peer", "sending", "site", "tag", "tensor", "time", "version")
 
@@ -271,8 +274,9 @@ def simulate_ranks(program, args, kwargs, *, ranks, cluster=None, seed=0, checks
     """Run `program(comm, *args, **kwargs)` on `ranks` simulated ranks of `cluster`; a Run whose trace is modelled.
 
     cluster: a preset's name or a Cluster (default "a100-selene"). clock: "stated" prices compute blocks only, "roofline" every operation,
-    "measured" this machine's CPU time (not deterministic). on_message(src=, dst=, tag=, start=, end=, tensor=) is called in order of time.
-    Raises ValueError for bad arguments; RankError, DeadlockError, MismatchError with the rank and the learner's line.
+    "measured" this machine's CPU time (not deterministic). on_message(src=, dst=, tag=, start=, end=, tensor=) is called in
+    order of time. Raises ValueError for bad arguments; RankError, DeadlockError, MismatchError with the rank and the learner's
+    line.
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"ranks={ranks!r}: simulate takes 1 to {MAX_RANKS} ranks")
@@ -335,7 +339,9 @@ def _deadlock(scheduler, ranks):
 
 
 def _this_cpu() -> int | None:
-    """The core to keep all ranks' threads on: handing over is several times cheaper there. None where that cannot be asked for."""
+    """The core to keep all ranks' threads on: handing over is several times cheaper there. None where that cannot be asked
+    for.
+    """
     if not hasattr(os, "sched_setaffinity"):
         return None
     allowed = os.sched_getaffinity(0)

@@ -1,9 +1,9 @@
 """Real messages between processes: a Comm over torch's gloo (CPUs) or NCCL (GPUs).
 
-Each message is one point-to-point transfer of the backend, under a tag that holds the communicator and the learner's tag. Before a
-transfer is begun its line is written into the book, so two calls that do not fit are refused on the side that came second, and the
-backend, which would abort the process, never sees them. gloo moves a message only once its receive has been posted: sends wait for
-their receive here exactly as they do in the simulator.
+Each message is one point-to-point transfer of the backend, under a tag that holds the communicator and the learner's tag.
+Before a transfer is begun its line is written into the book, so two calls that do not fit are refused on the side that came
+second, and the backend, which would abort the process, never sees them. gloo moves a message only once its receive has been
+posted: sends wait for their receive here exactly as they do in the simulator.
 
     backend tag = communicator * 2**16 + tag
 
@@ -33,7 +33,14 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).val
 
 
 class PeerLost(CommError):
-    """The connection to another rank broke. A symptom: the supervisor looks for the rank that failed first."""
+    """The connection to another rank broke, or (`late`) a wait in `call` took longer than the world's patience.
+
+    A symptom: whoever watches the run looks for the rank that failed first.
+    """
+
+    def __init__(self, message, *, rank=None, call=None, late=False):
+        super().__init__(message, rank=rank)
+        self.call, self.late = call, late
 
 
 class World:
@@ -348,10 +355,10 @@ class _Message(Request):
         return not self.watcher.is_alive()
 
     def _lost(self, error):
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "imed out" in text:
-            return PeerLost(f"rank {self.world.rank} waited {self.world.patience.total_seconds():g} s for rank {self.peer}: {text}", rank=self.peer)
-        return PeerLost(f"rank {self.world.rank} lost the connection to rank {self.peer}: {text}", rank=self.peer)
+        said = str(error).strip().splitlines()
+        text, who, late = said[0] if said else type(error).__name__, f"rank {self.world.rank}", bool(said) and "imed out" in said[0]
+        word = f"waited {self.world.patience.total_seconds():g} s for" if late else "lost the connection to"
+        return PeerLost(f"{who} {word} rank {self.peer} in {self.call()}: {text}", rank=self.peer, call=self.call(), late=late)
 
 
 class _ToSelf(Request):
@@ -402,6 +409,7 @@ def _checksum(x: torch.Tensor) -> int:
     """
     flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type != "cpu" or flat.numel() > 2**16:
+        flat = flat.clone() if flat.storage_offset() % 8 else flat  # a view as int64 must begin on a whole one
         whole = flat[: flat.numel() // 8192 * 8192].view(torch.int64).view(-1, 1024)
         tail = flat[whole.numel() * 8 :]
         flat = torch.cat([whole.sum(0), whole.sum(1)]).view(torch.uint8).cpu(), tail.cpu()

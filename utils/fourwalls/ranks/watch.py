@@ -1,8 +1,8 @@
 """Looking into the book: is this a deadlock, a straggler, or just a rank that works?
 
-A deadlock is a fact about the wait-for graph that can no longer change: every rank in it waits, nobody has answered, and that was so at
-two looks a quarter of a second apart. A straggler is a rank at work while others wait for it; it ends the run only after `timeout`, and the
-reader is told from the fifth second on.
+A deadlock is a fact about the wait-for graph that can no longer change: every rank in it waits, nobody has answered, and that
+was so at two looks a quarter of a second apart. A straggler is a rank at work while others wait for it; it ends the run only
+after `timeout`, and the reader is told from the fifth second on.
 
     deadlock found after at most 2 * 0.25 s + one tick
 

@@ -1,8 +1,8 @@
 """What happens inside a rank: take on the surroundings of the caller, meet the other ranks, run the program, answer.
 
-The rank hears from the supervisor over one socket and answers over the same one: here are the surroundings, here is a program, go,
-that was all. What it prints leaves through a pipe, what it waits for stands in the book, and it ends only when the supervisor says so,
-so that no rank closes a connection that another still reads.
+The rank hears from the supervisor over one socket and answers over the same one: here are the surroundings, here is a program,
+go, that was all. What it prints leaves through a pipe, what it waits for stands in the book, and it ends only when the
+supervisor says so, so that no rank closes a connection that another still reads.
 
     hello -> (program -> ready -> go -> value or failure)* -> bye
 
@@ -60,7 +60,8 @@ def main(rank: int, ranks: int, fds: dict[str, int]) -> None:
     """Be rank `rank` until told to stop; never returns.
 
     fds: "socket" to the supervisor, "output" for what is printed, "where" for the place it is at when asked, "book" the shared
-    memory, "listen" the bound socket of the rendezvous (rank 0 uses it), "alive" (optional) a pipe that ends when the launcher does.
+    memory, "listen" the bound socket of the rendezvous (rank 0 uses it), "alive" (optional) a pipe that ends when the launcher
+    does.
     """
     code = 1
     try:
@@ -276,7 +277,9 @@ def _flush() -> None:
 
 
 def _leave(code: int) -> None:
-    """End without the interpreter's long good-bye, which would tear down torch's threads; exit handlers and buffers are seen to."""
+    """End without the interpreter's long good-bye, which would tear down torch's threads; exit handlers and buffers are seen
+    to.
+    """
     try:
         import atexit
 
