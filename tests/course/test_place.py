@@ -1,0 +1,168 @@
+"""The learner's copies: made once, followed while untouched, never overwritten afterwards."""
+
+import json
+import re
+
+import pytest
+
+from fourwalls.course import place
+
+
+def notebook(*sources, outputs=True):
+    cells = [{"cell_type": "markdown", "id": "m", "metadata": {}, "source": ["# title\n"]}]
+    for number, source in enumerate(sources, 1):
+        cells.append(
+            {
+                "cell_type": "code",
+                "id": f"c{number}",
+                "metadata": {"tags": ["nbval-ignore-output"], "execution": {"iopub.execute_input": "2026"}},
+                "source": [source],
+                "execution_count": number if outputs else None,
+                "outputs": [{"output_type": "stream", "name": "stdout", "text": ["the answer\n"]}] if outputs else [],
+            }
+        )
+    metadata = {"kernelspec": {"name": "python3"}, "widgets": {"state": 1}}
+    return json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "00_walls.ipynb").write_text(notebook("a = 1"))
+    (tmp_path / "notebooks" / "03_ring.ipynb").write_text(notebook("b = 1", "print(b)"))
+    return tmp_path
+
+
+def edit(root, name, old, new):
+    path = root / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_copies_show_no_answer_and_keep_cells_and_tags(root):
+    done = place.prepare(root)
+    assert done.new == ["00_walls.ipynb", "03_ring.ipynb"]
+    assert not (done.updated or done.kept or done.behind or done.broken)
+    text = (root / "my" / "03_ring.ipynb").read_text()
+    assert "the answer" not in text
+    book = json.loads(text)
+    code = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [None, None]
+    assert [cell["outputs"] for cell in code] == [[], []]
+    assert code[0]["metadata"] == {"tags": ["nbval-ignore-output"]}
+    assert [cell["id"] for cell in book["cells"]] == ["m", "c1", "c2"]
+    assert "widgets" not in book["metadata"]
+
+
+def test_second_time_changes_nothing(root):
+    place.prepare(root)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "my").iterdir()}
+    done = place.prepare(root)
+    assert done == place.Prepared()
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "my").iterdir()} == before
+
+
+def test_untouched_copy_follows_the_notebook(root):
+    place.prepare(root)
+    edit(root, "notebooks/00_walls.ipynb", "a = 1", "a = 2")
+    assert place.prepare(root).updated == ["00_walls.ipynb"]
+    assert "a = 2" in (root / "my" / "00_walls.ipynb").read_text()
+    edit(root, "notebooks/00_walls.ipynb", "a = 2", "a = 3")  # and again: the record moved on with it
+    assert place.prepare(root).updated == ["00_walls.ipynb"]
+
+
+@pytest.mark.parametrize("work", ["text", "run", "damage"])
+def test_edited_copy_is_never_overwritten(root, work):
+    place.prepare(root)
+    copy = root / "my" / "00_walls.ipynb"
+    if work == "text":
+        edit(root, "my/00_walls.ipynb", "a = 1", "a = my_own_work")
+    elif work == "run":
+        book = json.loads(copy.read_text())
+        book["cells"][1]["outputs"] = [{"output_type": "stream", "name": "stdout", "text": "mine"}]
+        copy.write_text(json.dumps(book))
+    else:
+        copy.write_text("{ half a notebook")
+    mine = copy.read_bytes()
+    done = place.prepare(root)
+    assert done.kept == ["00_walls.ipynb"]
+    assert done.behind == []
+    edit(root, "notebooks/00_walls.ipynb", "a = 1", "a = 2")
+    done = place.prepare(root)
+    assert done.kept == done.behind == ["00_walls.ipynb"]
+    assert copy.read_bytes() == mine
+
+
+def test_opening_and_saving_is_not_an_edit(root):
+    place.prepare(root)
+    copy = root / "my" / "00_walls.ipynb"
+    book = json.loads(copy.read_text())
+    book["metadata"]["language_info"] = {"version": "3.13"}
+    book["cells"][1]["source"] = "".join(book["cells"][1]["source"])  # a string instead of a list of lines: the same cell
+    copy.write_text(json.dumps(book))
+    edit(root, "notebooks/00_walls.ipynb", "a = 1", "a = 2")
+    assert place.prepare(root).updated == ["00_walls.ipynb"]
+
+
+def test_lost_record_keeps_what_differs(root):
+    place.prepare(root)
+    edit(root, "my/00_walls.ipynb", "a = 1", "a = mine")
+    (root / "my" / place.RECORD).write_text("nonsense")
+    assert place.prepare(root).kept == ["00_walls.ipynb"]
+    assert "a = mine" in (root / "my" / "00_walls.ipynb").read_text()
+
+
+def test_broken_notebook_is_named_and_the_others_are_given(root):
+    (root / "notebooks" / "01_half.ipynb").write_text('{"cells": ')
+    (root / "notebooks" / "02_list.ipynb").write_text("[]")
+    done = place.prepare(root)
+    assert sorted(done.broken) == ["01_half.ipynb", "02_list.ipynb"]
+    assert all("not a notebook" in reason for reason in done.broken.values())
+    assert done.new == ["00_walls.ipynb", "03_ring.ipynb"]
+
+
+@pytest.mark.parametrize("name", ["03", "03_ring", "03_ring.ipynb", "my/03_ring.ipynb"])
+def test_reset_gives_a_fresh_copy_and_keeps_the_old_under_a_dated_name(root, name):
+    place.prepare(root)
+    edit(root, "my/03_ring.ipynb", "b = 1", "b = 7")
+    copy, kept = place.reset(root, name)
+    assert copy == root / "my" / "03_ring.ipynb"
+    assert "b = 1" in copy.read_text()
+    assert re.fullmatch(r"03_ring\.kept_\d{4}-\d\d-\d\d_\d{6}\.ipynb", kept.name)
+    assert "b = 7" in kept.read_text()
+    assert place.prepare(root) == place.Prepared()
+
+
+def test_two_resets_in_one_second_keep_both(root):
+    place.prepare(root)
+    kept = []
+    for value in (7, 8, 9):
+        edit(root, "my/03_ring.ipynb", "b = 1", f"b = {value}")
+        kept.append(place.reset(root, "03")[1])
+    assert [f"b = {value}" in path.read_text() for path, value in zip(kept, (7, 8, 9), strict=True)] == [True] * 3
+
+
+def test_reset_of_an_untouched_or_missing_copy_keeps_nothing(root):
+    assert place.reset(root, "03") == (root / "my" / "03_ring.ipynb", None)
+    assert place.reset(root, "03") == (root / "my" / "03_ring.ipynb", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("03_rnig", "did you mean 03_ring"),
+        ("0", "fits 00_walls, 03_ring"),
+        ("", "no notebook named"),
+        ("9", "There are: 00_walls"),
+    ],
+)
+def test_reset_of_an_unclear_name(root, name, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        place.reset(root, name)
+
+
+def test_no_stray_files(root):
+    place.prepare(root)
+    place.reset(root, "03")
+    assert sorted(path.name for path in (root / "my").iterdir()) == [place.RECORD, "00_walls.ipynb", "03_ring.ipynb"]

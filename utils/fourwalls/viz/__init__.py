@@ -1,0 +1,32 @@
+"""Pictures, each from plain data: a Trace, a table of bytes, a history of who holds what.
+
+Every function returns matplotlib axes and takes `ax=` where one axes is enough. Widgets live in `viz.widgets`, the only file
+that needs a front end.
+
+    picture = f(data), never f(memory of what the data was)
+
+Reference: Tufte 1983, on what a picture may leave out.
+"""
+
+from .alpha_beta import plot_alpha_beta
+from .ladder import plot_ladder
+from .memory import plot_memory_mountain, plot_shrinking_bars
+from .roofline import plot_roofline
+from .timeline import plot_timeline
+from .wait_for import plot_wait_for
+from .who_holds import plot_holdings
+from .words import bubble_of_ideal, bubble_of_total, describe
+
+__all__ = [
+    "bubble_of_ideal",
+    "bubble_of_total",
+    "describe",
+    "plot_alpha_beta",
+    "plot_holdings",
+    "plot_ladder",
+    "plot_memory_mountain",
+    "plot_roofline",
+    "plot_shrinking_bars",
+    "plot_timeline",
+    "plot_wait_for",
+]
