@@ -1,0 +1,104 @@
+"""`python -m fourwalls.bench NAME [--ranks 2,4] [--sizes 4KiB,16MiB] [--format table|json|csv] [--out FILE] [--pairs N]`.
+
+Rows go to standard output (or --out), and nothing else does; progress goes to standard error. The exit code is 0 where every row
+is ok, 1 where one is not, 2 for a wrong command line.
+
+    exit code 0  <=>  every result was right
+
+Reference: DESIGN, "One record".
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from ..cost.units import parse_bytes
+from . import BENCHMARKS, load
+from .record import FORMATS, machine, write_rows
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one benchmark and write its rows; returns the exit code."""
+    options = _parser().parse_args(argv)
+    module = load(options.name)
+    rows, here = [], machine()
+    try:
+        with _progress(options) as bar:
+            for row in module.rows(options, bar.set_description_str):
+                rows.append(replace(row, machine=here | row.machine))
+                bar.update(1)
+    except KeyboardInterrupt:
+        print("interrupted; the rows measured so far follow", file=sys.stderr)
+    write_rows(rows, format=options.format, out=options.out)
+    wrong = [row for row in rows if not row.ok]
+    for row in wrong:
+        print(f"wrong result: {row.benchmark} {row.metric} {row.case}", file=sys.stderr)
+    return 1 if wrong or not rows else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "\n".join(f"  {name:12} {load(name).describe}" for name in BENCHMARKS)
+    parser = argparse.ArgumentParser(
+        prog="python -m fourwalls.bench",
+        description=f"Measure a piece of Four Walls on this machine.\n\nbenchmarks:\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", type=_checked(_name), metavar="NAME", help="which benchmark, from the list above")
+    parser.add_argument("--ranks", type=_checked(_ranks), default=None, metavar="2,4", help="numbers of ranks")
+    parser.add_argument("--sizes", type=_checked(_sizes), default=None, metavar="4KiB,16MiB", help="tensor sizes")
+    parser.add_argument("--pairs", type=_checked(_count), default=15, metavar="N", help="alternating pairs (default 15)")
+    parser.add_argument("--algorithms", type=_checked(_words), default=None, metavar="ring,tree", help="only these")
+    parser.add_argument("--format", choices=tuple(FORMATS), default="table")
+    parser.add_argument("--out", default=None, metavar="FILE", help="write the rows there instead of to standard output")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def _name(text):
+    load(text)
+    return text.replace("_", "-")
+
+
+def _ranks(text):
+    counts = [int(part) for part in text.split(",")]
+    if any(not 1 <= count <= 1024 for count in counts):
+        raise ValueError(f"{text}: numbers of ranks are whole numbers from 1 on, such as 2,4")
+    return counts
+
+
+def _sizes(text):
+    return [parse_bytes(part) for part in text.split(",")]
+
+
+def _words(text):
+    return text.split(",")
+
+
+def _count(text):
+    if int(text) < 1:
+        raise ValueError(f"{text}: at least 1")
+    return int(text)
+
+
+def _checked(parse):
+    """argparse swallows the words of a ValueError; this keeps them."""
+
+    def convert(text):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _progress(options):
+    from tqdm import tqdm
+
+    return tqdm(desc=options.name, unit=" rows", file=sys.stderr, disable=options.quiet)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
