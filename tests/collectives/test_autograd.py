@@ -130,13 +130,13 @@ def test_the_neighbours_backward_is_caught(name, other):
 
 
 def unequal(comm, probe, known):
-    counts = [(comm.rank + q) % 3 for q in range(comm.size)]
+    counts = [(comm.rank + 2 * q) % 4 for q in range(comm.size)]
     x = numbers(comm.rank, (sum(counts), 2)).requires_grad_()
     with torch.no_grad():
         if probe and probe[0] == comm.rank:
             x.view(-1)[probe[1]] += probe[2] * STEP
     y, came = autograd.all_to_all(comm, x, counts)
-    assert came == [(comm.rank + q) % 3 for q in range(comm.size)] and len(y) == sum(came)
+    assert came == [(q + 2 * comm.rank) % 4 for q in range(comm.size)] and len(y) == sum(came)
     loss = ((y + 0.1 * y**2) * numbers(50 + comm.rank, y.shape)).sum()
     if known:
         loss.backward()

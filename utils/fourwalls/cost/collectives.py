@@ -4,20 +4,23 @@ Every message pays alpha once and its bytes beta each, a rank sends and receives
 exact for any size and number of ranks, also where n does not divide, since chunks differ by one element at most.
 
     all-reduce   ring 2(n-1) alpha + 2 (n-1)/n S beta    star 2(n-1) (alpha + S beta)    tree 2 ceil(lg n) (alpha + S beta)
+                 halving 2 lg n alpha + 2 (n-1)/n S beta  (n = 2^k)        all-to-all   pairwise (n-1) alpha + (n-1)/n S beta
 
 Reference: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005);
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69 (2009); data/published/collective_cost_models.csv.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .hardware import PS, Cluster, Link
+from .replay import Replay, chunk_sizes, halving, hierarchical, pairwise
 
 __all__ = [
     "COLLECTIVES",
     "MODELS",
     "Cost",
+    "all_to_all_cost",
     "alpha_beta_seconds",
     "bus_factor",
     "chunk_sizes",
@@ -25,7 +28,7 @@ __all__ = [
     "lower_bound_bytes",
 ]
 
-COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "scatter", "gather")
+COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "scatter", "gather", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,6 @@ class Cost:
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes_sent)
-
-
-def chunk_sizes(elements: int, n: int) -> list[int]:
-    """Elements of each of n chunks: the first `elements % n` have one more. As torch.tensor_split cuts."""
-    return [elements // n + (c < elements % n) for c in range(n)]
 
 
 def _lg(n: int) -> int:
@@ -155,24 +153,82 @@ def _tree(collective: str, n: int, sizes: list[int], link: Link) -> Cost:
 
 
 _ALGORITHMS: dict[str, Callable] = {"star": _star, "ring": _ring, "tree": _tree}
+_REPLAYED = {
+    "halving": ("all_reduce", "reduce_scatter", "all_gather"),
+    "hierarchical": ("all_reduce",),
+    "pairwise": ("all_to_all",),
+}
 
 
-def collective_cost(collective: str, algorithm: str, n: int, elements: int, link: "Link | Cluster", *, itemsize: int = 4) -> Cost:
+def collective_cost(
+    collective: str,
+    algorithm: str,
+    n: int,
+    elements: int,
+    link: "Link | Cluster",
+    *,
+    itemsize: int = 4,
+    ranks_per_node: int | None = None,
+) -> Cost:
     """Exact bytes, messages and virtual time of one collective over n ranks, rank 0 the root, all starting at once.
 
-    `elements` is the whole tensor: what each rank holds before broadcast, reduce, all_reduce, reduce_scatter and scatter (root),
-    and after all_gather and gather (root). `link` joins every pair; additions are priced at zero; ports are full duplex.
+    `elements` is the whole tensor: what each rank holds before broadcast, reduce, all_reduce, reduce_scatter, all_to_all and
+    scatter (root), and after all_gather and gather (root). `link` joins every pair; additions are priced at zero; ports are
+    full duplex. halving, hierarchical and pairwise take a Cluster of two levels too (not with a shared port); ranks_per_node:
+    hierarchical's nodes (None: the cluster's; with a Link, one node).
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"collective is {collective!r}; allowed: {', '.join(COLLECTIVES)}")
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"algorithm is {algorithm!r}; allowed: {', '.join(_ALGORITHMS)}")
+    if algorithm not in _ALGORITHMS and algorithm not in _REPLAYED:
+        raise ValueError(f"algorithm is {algorithm!r}; allowed: {', '.join([*_ALGORITHMS, *_REPLAYED])}")
     if not isinstance(n, int) or n < 1 or elements < 0:
         raise ValueError(f"n is {n!r} and elements {elements!r}; n is at least 1, elements at least 0")
-    sizes = [c * itemsize for c in chunk_sizes(elements, n)]
+    if algorithm in _REPLAYED and collective not in _REPLAYED[algorithm]:
+        raise ValueError(f"no {collective!r} by {algorithm}; allowed: {', '.join(_REPLAYED[algorithm])}")
+    if collective == "all_to_all" and elements % n:
+        raise ValueError(f"all_to_all of {elements} elements: {n} equal pieces are needed; all_to_all_cost takes others")
     if n == 1:
         return Cost((0,), (0,), 0, "nothing to send")
-    return _ALGORITHMS[algorithm](collective, n, sizes, _link_of(link, n))
+    if algorithm in _ALGORITHMS:
+        sizes = [c * itemsize for c in chunk_sizes(elements, n)]
+        return _ALGORITHMS[algorithm](collective, n, sizes, _link_of(link, n))
+    replay = Replay(n, _price(link))
+    if algorithm == "halving":
+        formula = halving(replay, collective, n, elements, itemsize)
+    elif algorithm == "hierarchical":
+        formula = hierarchical(replay, _nodes(link, n, ranks_per_node), elements, itemsize)
+    else:
+        formula = pairwise(replay, [[elements // n * itemsize] * n] * n)
+    return Cost(tuple(replay.sent), tuple(replay.messages), max(replay.clock), formula)
+
+
+def all_to_all_cost(
+    counts: Sequence[Sequence[int]], row_bytes: int, link: "Link | Cluster", *, counts_known: bool = False
+) -> Cost:
+    """An all-to-all of unequal pieces: counts[source][destination] rows of `row_bytes`, after an exchange of the counts, 8 bytes
+    each, unless they are known.
+    """
+    n = len(counts)
+    if any(len(row) != n for row in counts) or any(c < 0 for row in counts for c in row):
+        raise ValueError(f"counts has {n} rows; each has one number of at least 0 for each of {n} ranks")
+    replay = Replay(n, _price(link))
+    if not counts_known:
+        pairwise(replay, [[8] * n] * n)
+    formula = pairwise(replay, [[c * row_bytes for c in row] for row in counts])
+    return Cost(tuple(replay.sent), tuple(replay.messages), max(replay.clock), formula + " of the largest pieces, counts first")
+
+
+def _price(link: "Link | Cluster") -> Callable[[int, int, int], int]:
+    if isinstance(link, Link):
+        return lambda source, destination, nbytes: link.picoseconds(nbytes)
+    if link.shared_nic:
+        raise ValueError(f"in cluster {link.name!r} the ranks of a node share a port and wait for it; price it with fw.simulate")
+    return lambda source, destination, nbytes: link.link(source, destination).picoseconds(nbytes)
+
+
+def _nodes(link: "Link | Cluster", n: int, ranks_per_node: int | None) -> list[range]:
+    size = ranks_per_node or (link.ranks_per_node if isinstance(link, Cluster) else None) or n
+    return [range(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 # (messages in a row, multiples of S beta, multiples of S gamma), as functions of n; the table
@@ -189,11 +245,13 @@ MODELS: dict[tuple[str, str], Callable[[int], tuple[float, float, float]]] = {
     ("all_reduce", "tree"): lambda n: (2 * _lg(n), 2 * _lg(n), _lg(n)),
     ("all_reduce", "recursive doubling"): lambda n: (_lg(n), _lg(n), _lg(n)),
     ("all_reduce", "halving-doubling"): _halving,
+    ("all_reduce", "halving"): _halving,
     ("broadcast", "tree"): lambda n: (_lg(n), _lg(n), 0),
     ("broadcast", "scatter + all-gather"): lambda n: (2 * _lg(n), 2 * (n - 1) / n, 0),
     ("reduce", "tree"): lambda n: (_lg(n), _lg(n), _lg(n)),
     ("reduce_scatter", "ring"): lambda n: (n - 1, (n - 1) / n, (n - 1) / n),
     ("all_gather", "ring"): lambda n: (n - 1, (n - 1) / n, 0),
+    ("all_to_all", "pairwise"): lambda n: (n - 1, (n - 1) / n, 0),
 }
 
 
