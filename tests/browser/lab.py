@@ -1,0 +1,215 @@
+"""JupyterLab as a reader has it, driven from outside: open a notebook, run it cell by cell, look at it, use its widgets."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+__all__ = ["Lab", "errors_of", "guess_all", "widget_drivers"]
+
+# What JupyterLab itself writes to the console and nobody can mend here. Each entry: (pattern, why it is not ours).
+NOT_OURS = ()
+
+NOTEBOOK = "window.jupyterapp.shell.currentWidget"
+
+# Every widget that an output asks for stands in the page, with something in it: a view is drawn after its cell has ended.
+DRAWN = f"""() => {{
+    const asked = [...{NOTEBOOK}.content.model.cells].filter(cell => cell.type === 'code').flatMap(cell => cell.toJSON().outputs)
+        .filter(output => output.data && 'application/vnd.jupyter.widget-view+json' in output.data).length;
+    const panels = [...document.querySelectorAll('.jp-OutputArea-output.lm-Panel')];
+    return panels.filter(panel => panel.childElementCount).length >= asked;
+}}"""
+
+
+class Lab:
+    """One notebook in one tab. Every error on the console, or that a page throws, is collected in `console_errors`."""
+
+    def __init__(self, browser, server, *, width=1280, height=1000):
+        self.server = server
+        self.context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce")
+        self.page = self.context.new_page()
+        self.console_errors = []
+        self.outside = []  # requests to anything but the server: all must work without a network
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.console_errors.append(f"page: {error}"))
+        self.page.on("request", self._request)
+
+    def open(self, name):
+        """Show `name` and wait until its kernel is idle."""
+        stem = re.sub(r"\W", "_", name)
+        self.page.goto(f"{self.server.url}lab/workspaces/{stem}/tree/{name}?token={self.server.token}&reset", wait_until="load")
+        self.page.wait_for_function("window.jupyterapp && window.jupyterapp.shell.currentWidget?.context?.isReady")
+        self.page.wait_for_function(f"{NOTEBOOK}.context.sessionContext.session?.kernel?.status === 'idle'", timeout=90_000)
+        return self
+
+    def cells(self):
+        """[(index, cell type)] of all cells."""
+        kinds = self.page.evaluate(f"[...{NOTEBOOK}.content.model.cells].map(cell => cell.type)")
+        return list(enumerate(kinds))
+
+    def run_cell(self, index, seconds=240):
+        """Run one cell and wait until it has ended."""
+        run = f"""async (i) => {{ const book = {NOTEBOOK}.content; book.activeCellIndex = i; book.deselectAll();
+                 await window.jupyterapp.commands.execute('notebook:run-cell'); }}"""
+        self.page.set_default_timeout(seconds * 1000)
+        self.page.evaluate(run, index)
+        self.page.set_default_timeout(30_000)
+        self.page.wait_for_function(DRAWN)
+
+    def run_all(self, after=lambda lab: 0, seconds=600):
+        """Run every cell in order, calling `after(lab)` behind each code cell, as a reader acts. Returns the sum."""
+        total = 0
+        end = time.monotonic() + seconds
+        for index, kind in self.cells():
+            self.run_cell(index)
+            if kind == "code":
+                total += after(self)
+            if time.monotonic() > end:
+                raise TimeoutError(f"cell {index}: the notebook is not through after {seconds} s")
+        return total
+
+    def outputs(self):
+        """[(cell index, tags, outputs as nbformat has them)] of all code cells."""
+        rows = self.page.evaluate(
+            f"JSON.stringify([...{NOTEBOOK}.content.model.cells].map((cell, i) => [i, cell.type, cell.toJSON()])"
+            ".filter(([i, type]) => type === 'code').map(([i, type, json]) => [i, json.metadata.tags || [], json.outputs]))"
+        )
+        return json.loads(rows)
+
+    def sources(self):
+        """The text of all code cells."""
+        code = f"[...{NOTEBOOK}.content.model.cells].filter(cell => cell.type === 'code')"
+        return "\n".join(self.page.evaluate(f"{code}.map(cell => cell.sharedModel.source)"))
+
+    def restart(self):
+        """A fresh kernel, as after Kernel > Restart."""
+        self.page.evaluate(f"async () => {{ await {NOTEBOOK}.context.sessionContext.session.kernel.restart(); }}")
+        self.page.wait_for_function(f"{NOTEBOOK}.context.sessionContext.session?.kernel?.status === 'idle'", timeout=90_000)
+
+    def screenshot(self, name):
+        """What is to be seen now, into $FOURWALLS_SHOTS; nowhere if that is not set."""
+        folder = os.environ.get("FOURWALLS_SHOTS")
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=str(Path(folder, f"{name}.png")))
+
+    def close(self):
+        """End the kernel, then the tab."""
+        if not self.page.is_closed():
+            self.page.evaluate(f"async () => {{ await {NOTEBOOK}?.context?.sessionContext?.shutdown?.(); }}")
+        self.context.close()
+
+    def _console(self, message):
+        if message.type == "error" and not any(re.search(pattern, message.text) for pattern, _ in NOT_OURS):
+            self.console_errors.append(f"{message.text} ({message.location.get('url', '')})")
+
+    def _request(self, request):
+        if request.url.startswith(("http:", "https:", "ws:", "wss:")) and not request.url.startswith(self.server.url):
+            self.outside.append(request.url)
+
+
+def errors_of(lab):
+    """Every error that a cell shows without being tagged raises-exception, and every widget that did not load, in words."""
+    said = [
+        f"cell {index}: {output['ename']}: {output['evalue']}"
+        for index, tags, outputs in lab.outputs()
+        if "raises-exception" not in tags
+        for output in outputs
+        if output["output_type"] == "error"
+    ]
+    broken = lab.page.locator(".jp-OutputArea-output").filter(
+        has_text=re.compile("Error displaying widget|Loading widget|model not found")
+    )
+    return said + [f"widget: {text}" for text in broken.all_inner_texts()]
+
+
+def guess_all(lab):
+    """Commit a guess in every open prediction. Returns how many; a prediction that takes none is an AssertionError."""
+    made = 0
+    for commit in lab.page.locator("button.fw-commit").all():
+        box = commit.locator("xpath=ancestor::*[.//*[contains(@class, 'fw-guess')]][1]")
+        control = box.locator(".fw-guess input").first
+        if control.is_disabled():
+            continue
+        assert commit.is_disabled(), "Commit can be pressed before there is a guess"
+        if control.get_attribute("type") == "radio":
+            control.check()
+        else:
+            control.fill("1")
+            control.press("Tab")
+        lab.page.wait_for_function("button => !button.disabled", arg=commit.element_handle())
+        commit.click()
+        lab.page.wait_for_function("button => button.disabled", arg=commit.element_handle())
+        assert box.locator(".fw-predict-line").inner_text().strip(), "a committed guess is not shown"
+        made += 1
+    return made
+
+
+def picture(widget):
+    """What a widget shows, to be compared: its stage and its line of words."""
+    return widget.locator(".fw-stage").inner_html() + widget.locator(".fw-words").inner_text()
+
+
+def wait_until(lab, true, otherwise, seconds=10):
+    """Look until `true()` holds; AssertionError with the words `otherwise` if it never does."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, otherwise
+        lab.page.wait_for_timeout(50)
+
+
+def changed(lab, widget, act, what):
+    """Do `act()` and wait until the widget shows something else. Returns what it shows; AssertionError if nothing changes."""
+    before = picture(widget)
+    act()
+    wait_until(lab, lambda: picture(widget) != before, f"{what}: the picture did not change")
+    return picture(widget)
+
+
+def choose(select, index=None):
+    """Choose an option of a <select> by its place; None: the one behind the present one."""
+    if index is None:
+        index = (select.evaluate("node => node.selectedIndex") + 1) % select.locator("option").count()
+    select.select_option(index=index)
+
+
+def drive_theatre(lab, widget):
+    """The message theatre: every control, by mouse and by key, and the guess that unlocks Run."""
+
+    def part(name):
+        return widget.get_by_test_id(name)
+
+    def first_step():
+        assert part("fw-run").is_disabled(), "Run is open before a guess"
+        part("fw-cell-0-0").click()
+        assert part("fw-cell-0-0").get_attribute("aria-selected") == "true"
+        changed(lab, widget, part("fw-run").click, "Run after a guess")
+        assert "Step 1" in part("fw-words").inner_text()
+
+    def the_end():
+        first_step()
+        return changed(lab, widget, part("fw-end").click, "Run to the end")
+
+    last = the_end()
+    changed(lab, widget, part("fw-back").click, "Back")
+    changed(lab, widget, part("fw-pin").click, "Pin")
+    changed(lab, widget, part("fw-start").click, "Start again")
+    goal = part("fw-goal").inner_text()
+    part("fw-check").click()
+    assert part("fw-goal").inner_text() != goal, "Check goal says nothing"
+    broken = part("fw-algorithm").locator("option").count() - 1  # the last one; a reader's own ring and the library's look alike
+    for name, option in (("fw-ranks", None), ("fw-slow", None), ("fw-algorithm", broken)):  # each asks the kernel for a new run
+        choose(part(name), option)
+        wait_until(lab, lambda: widget.get_attribute("aria-busy") is None, f"{name}: no answer from the kernel")
+        before, last = last, the_end()
+        assert last != before, f"{name}: the run ends as before"
+    assert widget.locator(".fw-main .fw-cell-wrong").count() > 0, "the broken ring shows no wrong cell"
+    changed(lab, widget, lambda: part("fw-back").press("Home"), "the key Home")
+    part("fw-cell-0-0").focus()
+    changed(lab, widget, lambda: part("fw-cell-0-0").press("Space"), "the space bar on a cell")
+    assert part("fw-cell-0-0").get_attribute("aria-selected") == "true"
+    changed(lab, widget, lambda: part("fw-cell-0-0").press("Space"), "the space bar again")
+
+
+widget_drivers = {"fw-theatre": drive_theatre}

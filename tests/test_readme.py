@@ -1,0 +1,44 @@
+"""The README is true: its program runs, its links lead somewhere, its commands are known."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourwalls_start import commands
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text()
+LINKS = sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT)))
+COMMANDS = sorted({words.split("#")[0].strip() for words in re.findall(r"python3 start\.py([^`\n]*)", TEXT)} - {"--help"})
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_link_leads_somewhere(link):
+    assert (ROOT / link).is_file()
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_command_is_known(words):
+    options = commands.parse(words.replace("cpu|cuda|existing", "cpu").split())
+    assert options.command in commands.COMMANDS
+    assert not (options.only and set(options.only.split(",")) - set(commands.parts.PARTS))
+
+
+def test_the_program_runs(tmp_path):
+    program = re.search(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)[1]
+    program += "\nprint([value.tolist() for value in run.values][:2], run.ranks, run.timeline() is not None)\n"
+    (tmp_path / "readme.py").write_text(program)
+    env = dict(os.environ, MPLBACKEND="agg")
+    done = subprocess.run([sys.executable, "readme.py"], cwd=tmp_path, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]] 256 True"
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"fourwalls\.bench (\S+)", TEXT))))
+def test_benchmark_exists(name):
+    done = subprocess.run([sys.executable, "-m", "fourwalls.bench", name, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
