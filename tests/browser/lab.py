@@ -212,4 +212,37 @@ def drive_theatre(lab, widget):
     changed(lab, widget, lambda: part("fw-cell-0-0").press("Space"), "the space bar again")
 
 
-widget_drivers = {"fw-theatre": drive_theatre}
+def drive_explorer(lab, widget):
+    """The alpha-beta explorer: a guess unlocks it, every control by mouse and by key, and the goal."""
+
+    def part(name):
+        return widget.get_by_test_id(name)
+
+    def settled():
+        wait_until(lab, lambda: widget.get_attribute("aria-busy") is None, "no answer from the kernel")
+
+    def act(do, what):
+        changed(lab, widget, do, what)
+        settled()
+
+    assert all(part(name).is_disabled() for name in ("fw-size", "fw-alpha", "fw-pin", "fw-next")), "open before a guess"
+    assert widget.locator(".fw-curve").count() == 0, "the curves are there before a guess"
+    act(part("fw-name-ring").click, "a wrong answer")
+    assert part("fw-words").inner_text().startswith("No: ring") and "Not yet" in part("fw-goal").inner_text()
+    act(part("fw-pin").click, "Pin")
+    for name in ("fw-n", "fw-wire"):
+        act(lambda name=name: choose(part(name)), name)
+    for name in ("fw-size", "fw-alpha", "fw-bandwidth"):
+        act(lambda name=name: part(name).press("ArrowLeft"), f"{name} by key")
+    assert widget.locator("[data-testid=fw-old]").count() > 0, "the pinned curves are gone"
+    curves = widget.locator(".fw-curve").count()
+    act(part("fw-on-star").click, "a switch")
+    assert widget.locator(".fw-curve").count() == curves - 1
+    for name in ("halving", "hierarchical", "halving"):
+        act(lambda: part("fw-next").press("n"), "the key n")
+        assert widget.locator(".fw-curve").count() == 0, "a hidden point is not hidden"
+        act(part(f"fw-name-{name}").click, "an answer")
+    assert "Goal reached" in part("fw-goal").inner_text()
+
+
+widget_drivers = {"fw-theatre": drive_theatre, "fw-explorer": drive_explorer}

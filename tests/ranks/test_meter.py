@@ -38,7 +38,9 @@ def test_the_same_tensor_twice_is_read_once():
 def test_meta_tensors_count_as_real_ones_do():
     counts = []
     for device in ("cpu", "meta"):
-        layer = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)).to(device)
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)).to(
+            device
+        )
         with Meter() as m:
             layer(torch.ones(4, 8, device=device)).sum().backward()
         counts.append(m.flops)

@@ -482,7 +482,9 @@ def test_asking_again_and_again_lets_time_pass():
 def test_split_makes_groups_by_colour_and_key():
     def program(comm):
         group = comm.split(comm.rank % 2, key=-comm.rank)
-        got = group.exchange(torch.tensor(comm.rank), (group.rank + 1) % group.size, torch.tensor(0), (group.rank - 1) % group.size)
+        got = group.exchange(
+            torch.tensor(comm.rank), (group.rank + 1) % group.size, torch.tensor(0), (group.rank - 1) % group.size
+        )
         none = comm.split(None if comm.rank else 7)
         return group.rank, group.size, got.item(), none is None or none.size
 
@@ -518,7 +520,17 @@ def test_barrier_holds_everybody_until_the_last(ranks):
     assert run.trace.messages_sent(0) == (ranks - 1).bit_length()
 
 
-@pytest.mark.parametrize("x", [torch.tensor(3.0), torch.zeros(0), torch.arange(8).view(4, 2)[:, 0], torch.tensor([True]), torch.tensor([1 + 2j]), torch.ones(2).bfloat16()])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor(3.0),
+        torch.zeros(0),
+        torch.arange(8).view(4, 2)[:, 0],
+        torch.tensor([True]),
+        torch.tensor([1 + 2j]),
+        torch.ones(2).bfloat16(),
+    ],
+)
 def test_any_tensor_travels(x):
     def program(comm):
         wide = torch.zeros(*x.shape, 2, dtype=x.dtype)[..., 0]  # not contiguous
@@ -587,3 +599,28 @@ def test_hundreds_of_ranks_fit_into_small_memory():
     before = psutil.Process().memory_info().rss
     run = fw.simulate(program, ranks=512)
     assert run.values[0] - before < 300e6
+
+
+def test_what_ranks_print_is_told_apart_and_shown_in_order(capsys):
+    import sys
+
+    def program(comm):
+        print("first", comm.rank)
+        comm.barrier()
+        print("second", end="")
+        print("to stderr", file=sys.stderr) if comm.rank else None
+
+    run = fw.simulate(program, ranks=2)
+    assert run.outputs == ["first 0\nsecond\n", "first 1\nsecondto stderr\n"]
+    assert run.output == "[rank 0] first 0\n[rank 0] second\n[rank 1] first 1\n[rank 1] secondto stderr\n"
+    assert capsys.readouterr().out == run.output
+    fw.simulate(program, ranks=2, stream=False)
+    assert capsys.readouterr().out == ""
+
+    def failing(comm):
+        print("before")
+        raise ValueError("stop")
+
+    with pytest.raises(fw.RankError):
+        fw.simulate(failing, ranks=1)
+    assert capsys.readouterr().out == "[rank 0] before\n"

@@ -67,7 +67,16 @@ def test_pandas_has_every_column():
 def test_perfetto_json():
     rows = json.loads(Trace(EVENTS, ranks=2).to_chrome())["traceEvents"]
     work = [r for r in rows if r["ph"] == "X"]
-    assert {"ph": "X", "name": "F0", "cat": "forward", "pid": 0, "tid": 0, "ts": 0.0, "dur": 4e6, "args": {"bytes": 0, "source": "modelled"}} in work
+    assert {
+        "ph": "X",
+        "name": "F0",
+        "cat": "forward",
+        "pid": 0,
+        "tid": 0,
+        "ts": 0.0,
+        "dur": 4e6,
+        "args": {"bytes": 0, "source": "modelled"},
+    } in work
     assert [r["args"] for r in rows if r["ph"] == "C"] == [{"bytes": 77}]
     assert {r["args"]["name"] for r in rows if r["name"] == "process_name"} == {"rank 0", "rank 1"}
 

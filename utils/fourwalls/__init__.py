@@ -1,6 +1,7 @@
 """Four Walls: build large-model training from scratch, on real ranks.
 
-`import fourwalls as fw`, then `fw.run(program, ranks=4)` for real processes and `fw.simulate(program, ranks=256)` for modelled ones.
+`import fourwalls as fw`, then `fw.run(program, ranks=4)` for real processes and `fw.simulate(program, ranks=256)` for
+modelled ones.
 Everything here is looked up when first used, so that importing costs nothing and arithmetic needs no torch.
 """
 
@@ -23,7 +24,9 @@ _WHERE = {
     "keep": "course.keep",
     "kept": "course.keep",
     "progress": "course.progress",
-    "reset": "course.place",
+    "reset": "course.home",
+    "theatre": "course.theatre",
+    "explorer": "course.explorer",
 }
 _PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "ranks", "viz")
 

@@ -1,8 +1,8 @@
 """The book in which ranks of one machine write what they have begun and what they wait for.
 
 Both sides of a message write a line, then look for the other side's line; whoever comes second compares the two, so shapes,
-dtypes and calls that do not fit are refused before any byte moves. The same lines tell the supervisor who waits for a call that
-nobody has made. A rank writes only its own lines (but for one byte, "answered", in its peer's), so no lock is needed.
+dtypes and calls that do not fit are refused before any byte moves. The same lines tell the supervisor who waits for a call
+that nobody has made. A rank writes only its own lines (but for one byte, "answered", in its peer's), so no lock is needed.
 
     line = (n-th message, communicator, tag, sender, receiver, side) -> what was called, where, with which shape
 
@@ -16,7 +16,19 @@ from typing import NamedTuple
 
 from .comm import Call
 
-__all__ = ["DONE", "READY", "RUNNING", "SETTLING", "STARTING", "WAITING", "Book", "Status", "book_bytes", "read_text", "write_text"]
+__all__ = [
+    "DONE",
+    "READY",
+    "RUNNING",
+    "SETTLING",
+    "STARTING",
+    "WAITING",
+    "Book",
+    "Status",
+    "book_bytes",
+    "read_text",
+    "write_text",
+]
 
 STARTING, READY, RUNNING, WAITING, SETTLING, DONE = range(6)  # settling: has returned, and sees its last messages through
 SLOTS = 1024  # lines a rank can have open at once; beyond that messages travel unchecked
@@ -100,7 +112,7 @@ class Book:
 
     def state(self, context: int, k: int, members: tuple[int, ...], text: bytes) -> list[tuple[int, bytes]]:
         """Write the k-th statement of this rank in a communicator; (rank, text) of the members that have made theirs already."""
-        memory, text = self._memory, text[: _DETAIL_BYTES]
+        memory, text = self._memory, text[:_DETAIL_BYTES]
         self._stated += 1
         own = self._area(self.rank) + _LINES
         slot = self._stated % STATEMENTS
@@ -118,6 +130,11 @@ class Book:
                 if used:
                     found.append((rank, memory[detail : detail + length]))
         return found
+
+    def forget_statements(self) -> None:
+        """A new program begins: its statements are not to be compared with an earlier program's."""
+        own = self._area(self.rank) + _LINES
+        self._memory[own : own + STATEMENTS * _STATEMENT.size] = bytes(STATEMENTS * _STATEMENT.size)
 
     def say(self, state: int, now: int, slot: int = 0, unsure: bool = False) -> None:
         """Tell the supervisor what this rank does from `now` (perf_counter ns) on; `unsure`: more than this may be going on."""

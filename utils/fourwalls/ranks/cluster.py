@@ -1,8 +1,8 @@
 """The same program under `torchrun`, on one node or many: this process is one rank, and torchrun is the supervisor.
 
-Nothing is started here and nobody shares memory, so calls are matched through torchrun's own key-value store: whoever comes second finds the
-first one's line there and compares. A wait longer than `timeout` makes each waiting rank tell the others what it waits for, and the same
-diagnosis as on one machine names the circle or the straggler.
+Nothing is started here and nobody shares memory, so calls are matched through torchrun's own key-value store: whoever comes
+second finds the first one's line there and compares. A wait longer than `timeout` makes each waiting rank tell the others
+what it waits for, and the same diagnosis as on one machine names the circle or the straggler.
 
     torchrun --nproc-per-node 8 script.py        # script.py calls fw.run(program, ...)
 
@@ -12,7 +12,6 @@ Reference: the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, 
 import os
 import pickle
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -27,15 +26,9 @@ from .ship import pack_value, unpack_value
 from .trace import Trace
 from .transport import PeerLost, World
 
-__all__ = ["StoreBook", "run_cluster", "under_torchrun"]
+__all__ = ["StoreBook", "run_cluster"]
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TELL_SECONDS = 2.0  # for the others to say what they wait for
-
-
-def under_torchrun() -> bool:
-    """Whether this process was started as one rank of many."""
-    return all(name in os.environ for name in _NEEDED) and ("TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ)
 
 
 def run_cluster(
@@ -65,7 +58,13 @@ def run_cluster(
     name, device = _connect(backend, timeout)
     store = torch.distributed.PrefixStore(f"fourwalls/{_next_run()}", torch.distributed.distributed_c10d._get_default_store())
     world = World(
-        rank=rank, size=size, device=device, backends=_backends(device), book=StoreBook(store), patience=timeout, by_order=name == "nccl"
+        rank=rank,
+        size=size,
+        device=device,
+        backends=_backends(device),
+        book=StoreBook(store, rank),
+        patience=timeout,
+        by_order=name == "nccl",
     )
     torch.distributed.barrier()
     seed_everything(seed, rank)
@@ -74,6 +73,7 @@ def run_cluster(
     try:
         value = program(world.comm(), *own_args, **own_kwargs)
         world.settle()
+        store.set(f"over/{rank}", "1")
         packed = pack_value(value, rank)
     except PeerLost as error:
         raise _diagnose(store, world, error, timeout) from None
@@ -90,14 +90,13 @@ def run_cluster(
 class StoreBook:
     """What book.Book is on one machine, through a key-value store: one question per message, none where checks are off."""
 
-    def __init__(self, store):
-        self.store = store
+    def __init__(self, store, rank: int):
+        self.store, self.rank = store, rank
 
     def post(self, sending: bool, peer: int, context: int, tag: int, n: int, text: bytes) -> tuple[int, bytes | None]:
         if not text:
             return -1, None
-        rank = torch.distributed.get_rank()
-        pair = (rank, peer) if sending else (peer, rank)
+        pair = (self.rank, peer) if sending else (peer, self.rank)
         key, mine = f"message/{pair[0]}/{pair[1]}/{context}/{tag}/{n}", ("s" if sending else "r") + text.decode(errors="replace")
         found = self.store.compare_set(key, "", mine)
         if found == mine.encode():
@@ -127,7 +126,9 @@ def _connect(backend: str | None, timeout: float) -> tuple[str, torch.device]:
     if name == "nccl":
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if name == "nccl" else "gloo", timeout=timedelta(seconds=max(timeout, 1)))
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo", timeout=timedelta(seconds=max(timeout, 1))
+        )
     return name, device
 
 
@@ -146,21 +147,24 @@ def _next_run(counter: list = [0]) -> int:  # noqa: B006 - the count of this pro
 
 def _diagnose(store, world: World, error: PeerLost, timeout: float) -> Exception:
     """What lies behind a broken or endless wait: another rank's failure, a deadlock, a straggler."""
-    mine = error.call
-    store.set(f"wait/{world.rank}", pickle.dumps((mine, error.late)))
-    deadline = time.monotonic() + TELL_SECONDS
-    waits = {}
-    while time.monotonic() < deadline and len(waits) < world.size:
+    store.set(f"wait/{world.rank}", pickle.dumps((error.call, error.late, error.waited)))
+    deadline, told = time.monotonic() + TELL_SECONDS, {}
+    while time.monotonic() < deadline and len(told) < world.size:
         if store.check(["failure"]):
             rank, kind, text = pickle.loads(store.get("failure"))
             return RankError(text, rank=rank, kind=kind)
-        waits |= {r: pickle.loads(store.get(f"wait/{r}")) for r in range(world.size) if r not in waits and store.check([f"wait/{r}"])}
+        new = [r for r in range(world.size) if r not in told and store.check([f"wait/{r}"])]
+        told |= {r: pickle.loads(store.get(f"wait/{r}")) for r in new}
         time.sleep(0.05)
-    late = {r: call for r, (call, is_late) in waits.items() if is_late}
-    if not error.late:
+    if not any(late for _, late, _ in told.values()):
         return error
-    if stuck(late):
-        return DeadlockError(explain_deadlock(late), rank=min(late), waits=late)
-    names = sorted(blamed(late))
-    text = "\n".join(explain_straggler(r, timeout, len(late)) for r in names) or "".join(traceback.format_exception_only(error))
-    return RankError(text, rank=names[0] if names else error.rank, kind="timeout")
+    # The first to lose patience breaks the connections of the others. Those that had been waiting for a while count as
+    # waiting; one that came only now, to a broken connection, was at work.
+    waits = {r: call for r, (call, late, waited) in told.items() if late or waited > timeout / 4}
+    over = {r for r in range(world.size) if store.check([f"over/{r}"])}
+    held = stuck(waits, over)
+    if held:
+        return DeadlockError(explain_deadlock(waits, over), rank=min(held), waits={r: waits[r] for r in held})
+    names = sorted(blamed(waits, over))
+    text = "\n".join(explain_straggler(r, timeout, len(waits)) for r in names)
+    return RankError(text, rank=names[0], kind="timeout") if names else error

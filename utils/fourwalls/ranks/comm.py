@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = ["Call", "Comm", "CommError", "DeadlockError", "MAX_TAG", "MismatchError", "RankError", "Request", "call_site"]
+__all__ = ["MAX_TAG", "Call", "Comm", "CommError", "DeadlockError", "MismatchError", "RankError", "Request", "call_site"]
 
 MAX_TAG = 2**16 - 1
 
@@ -125,6 +125,7 @@ class Comm(ABC):
     seed         the run's seed; torch's default generator is seeded from (seed, rank) when the rank starts
     simulated    True on modelled ranks
     checks       True: shapes, dtypes and pending buffers are checked on every message
+    records_work False where small compute blocks would tell nothing (a device whose work is free, or a benchmark): leave them out
     """
 
     rank: int
@@ -133,6 +134,7 @@ class Comm(ABC):
     seed: int = 0
     simulated: bool = False
     checks: bool = True
+    records_work: bool = True
 
     # --- the four verbs; a transport implements the two that do not wait -------------------------------------------
     @abstractmethod
@@ -177,7 +179,8 @@ class Comm(ABC):
         """Checked mode of collectives: raise MismatchError, which says who says what, unless the k-th `call` of all ranks is
         the same.
 
-        `call` is (("collective", name), (argument, value), ...). No event, no bytes, no virtual time. A transport that cannot, does nothing.
+        `call` is (("collective", name), (argument, value), ...). No event, no bytes, no virtual time. A transport that
+        cannot, does nothing.
         """
 
     # --- work and time ---------------------------------------------------------------------------------------------
@@ -195,9 +198,9 @@ class Comm(ABC):
     ) -> AbstractContextManager:
         """`with comm.compute("forward"):` records the block as work.
 
-        Simulated: takes `seconds` if stated, else the modelled device's roofline time of `flops` and `bytes`; with none of the three,
-        of the FLOPs and bytes counted from the operations inside. Real: measured; with `seconds`, sleeps until that much has
-        passed, and the event is labelled paced.
+        Simulated: takes `seconds` if stated, else the modelled device's roofline time of `flops` and `bytes`; with none of the
+        three, of the FLOPs and bytes counted from the operations inside. Real: measured; with `seconds`, sleeps until that much
+        has passed, and the event is labelled paced.
         """
 
     @abstractmethod
@@ -224,6 +227,8 @@ class Comm(ABC):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"rank {self.rank}: {word} takes a tensor, not {type(x).__name__}; try torch.tensor(...)")
         if x.device.type != self.device.type and x.device.type != "meta":
-            raise ValueError(f"rank {self.rank}: {word} a tensor on {x.device}, but this rank's device is {self.device}; try x.to(comm.device)")
+            raise ValueError(
+                f"rank {self.rank}: {word} a tensor on {x.device}, but this rank's device is {self.device}; try x.to(comm.device)"
+            )
         if x.layout != torch.strided:
             raise ValueError(f"rank {self.rank}: {word} a {x.layout} tensor; send x.to_dense(), or indices and values apart")

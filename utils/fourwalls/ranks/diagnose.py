@@ -1,8 +1,8 @@
 """Who waits for whom: from what ranks report that they wait for, to one message that a learner can act on.
 
-A rank that waits names one peer. Draw an arrow from each waiting rank to its peer: a rank whose arrows lead only to waiting or
-finished ranks can never go on (a deadlock), a rank whose arrows lead to one that computes merely waits for a straggler. Pure
-functions over `Call`s: the supervisor of real processes and the simulator both speak through them.
+A rank that waits names one peer. Draw an arrow from each waiting rank to its peer: a rank whose arrows lead only to waiting
+or finished ranks can never go on (a deadlock), a rank whose arrows lead to one that computes merely waits for a straggler.
+Pure functions over `Call`s: the supervisor of real processes and the simulator both speak through them.
 
     stuck = the largest set of waiting ranks whose peers are all in the set or have finished
 
@@ -18,18 +18,20 @@ from .comm import Call
 from .places import place
 
 __all__ = [
+    "MISMATCHES",
     "blamed",
-    "explain_changed",
     "circle",
-    "explain_deadlock",
     "describe",
+    "explain_changed",
+    "explain_deadlock",
     "explain_failure",
     "explain_mismatch",
+    "explain_shared",
+    "explain_straggler",
+    "explain_unanswered",
     "own_frames",
     "render_failure",
-    "explain_straggler",
     "stuck",
-    "explain_unanswered",
 ]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -108,7 +110,8 @@ def explain_straggler(rank: int, seconds: float, others: int, where: str = "") -
     line = f"rank {rank} kept the others waiting for more than {seconds:g} s"
     line += f"; it was at {where}" if where else ""
     many = "1 other rank waits" if others == 1 else f"{others} other ranks wait"
-    return f"{line}\n  {many} for it. This is no deadlock: it was still at work. If it needs that long, call fw.run(..., timeout=SECONDS)."
+    advice = "This is no deadlock: it was still at work. If it needs that long, call fw.run(..., timeout=SECONDS)."
+    return f"{line}\n  {many} for it. {advice}"
 
 
 def explain_failure(rank: int, ranks: int, error: BaseException) -> str:
@@ -131,7 +134,9 @@ def own_frames(frames: Iterable[tuple[str, int, str]]) -> list[tuple[str, int, s
     there.
     """
     frames = [f for f in frames if not os.path.abspath(f[0]).startswith(_HERE + os.sep) and not f[0].startswith("<frozen")]
-    own = [f for f in frames if not f[0].startswith(_PYTHON) and not any(part in f[0].replace(os.sep, "/") for part in _INSTALLED)]
+    own = [
+        f for f in frames if not f[0].startswith(_PYTHON) and not any(part in f[0].replace(os.sep, "/") for part in _INSTALLED)
+    ]
     return own or frames
 
 
@@ -151,14 +156,29 @@ def explain_mismatch(first: Call, second: Call) -> str:
 
 def explain_changed(call: Call) -> str:
     """A buffer that was written to between its isend and its wait."""
-    return f"a buffer was changed while it was being sent: call wait() before you write to it, or send a clone\n  {describe(call)}"
+    return (
+        f"a buffer was changed while it was being sent: call wait() before you write to it, or send a clone\n  {describe(call)}"
+    )
+
+
+def explain_shared(first: Call, second: Call) -> str:
+    """Two messages of one rank that touch the same memory at the same time."""
+    text = (
+        "two messages touch the same memory at the same time, so what arrives depends on which is first: wait for one, or clone"
+    )
+    return f"{text}\n  {describe(first)}\n  {describe(second)}"
 
 
 def explain_unanswered(calls: Iterable[Call]) -> str:
     """Messages that were begun and never answered, though every program has returned."""
     rows = [f"  {describe(call)}" for call in calls]
     begun = "a message was begun and never answered" if len(rows) == 1 else f"{len(rows)} messages were begun and never answered"
-    return "\n".join([f"all programs have returned, but {begun}:", *rows, "Each isend needs a receive on the other side, each irecv a send."])
+    return "\n".join(
+        [f"all programs have returned, but {begun}:", *rows, "Each isend needs a receive on the other side, each irecv a send."]
+    )
+
+
+MISMATCHES = {"differ": explain_mismatch, "changed": explain_changed, "shared": explain_shared}  # by name, as ranks report them
 
 
 def _headline(waits: Mapping[int, Call], ring: list[int], finished: Collection[int]) -> str:
@@ -182,11 +202,11 @@ def _advice(waits: Mapping[int, Call], ring: list[int], finished: set[int], pend
         ops = {waits[r].op for r in ring}
         if all("send" in op for op in ops):
             return [
-                "All of them send first, and a send waits for its receive. Let even ranks send first and odd ranks receive first,",
-                "or begin with comm.isend(...) and wait for it after the receive, or use comm.exchange(...), which does both at once.",
+                "All of them send first, and a send waits for its receive. Let even ranks send and odd ranks receive first,",
+                "or begin with comm.isend(...) and wait for it after the receive, or use comm.exchange(...) for both.",
             ]
         if all("recv" in op for op in ops):
-            return ["All of them receive first, so nobody sends. Somebody must send first: parity order, comm.isend, or comm.exchange."]
+            return ["All of them receive first, so nobody sends. Somebody must send first: parity order, isend, or exchange."]
         if _answers(waits[ring[0]], waits[ring[-1]]) and len(ring) == 2:
             return ["Their tags agree, so they speak in different communicators: both sides must use the same result of split."]
         return ["Follow the lines above: in which order must these calls stand so that each send meets its receive?"]
@@ -194,7 +214,8 @@ def _advice(waits: Mapping[int, Call], ring: list[int], finished: set[int], pend
     calls = sorted({c.op for c in waits.values() if c.peer in finished})
     if not gone:
         return ["Every rank of the communicator must make the same call."]
-    return [f"Did a branch let rank {', '.join(map(str, gone))} skip its part of {' / '.join(calls)}? Every rank must make the matching call."]
+    who = ", ".join(map(str, gone))
+    return [f"Did a branch let rank {who} skip its part of {' / '.join(calls)}? Every rank must make the matching call."]
 
 
 def _answers(a: Call, b: Call) -> bool:
@@ -207,5 +228,7 @@ def _tags_that_differ(calls: list[Call]) -> list[str]:
         for b in calls[k + 1 :]:
             if _answers(a, b) and a.tag != b.tag:
                 send, recv = (a, b) if "send" in a.op else (b, a)
-                return [f"Rank {send.rank} sends with tag {send.tag}, but rank {recv.rank} asks for tag {recv.tag}: the tags must agree."]
+                return [
+                    f"Rank {send.rank} sends with tag {send.tag}, but rank {recv.rank} asks for tag {recv.tag}: tags must agree."
+                ]
     return []

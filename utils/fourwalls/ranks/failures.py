@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 
 from .comm import Call, CommError, DeadlockError, MismatchError, RankError
 from .diagnose import (
-    explain_changed,
-    explain_deadlock,
+    MISMATCHES,
     describe,
-    explain_mismatch,
-    own_frames,
-    render_failure,
+    explain_deadlock,
     explain_straggler,
     explain_unanswered,
+    own_frames,
+    render_failure,
 )
 from .machine import oom_kills
 from .places import place
@@ -68,7 +67,11 @@ class Failure:
         frames = tuple(frames_of(where.decode(errors="replace")))
         now = time.perf_counter_ns()
         if os.WIFSIGNALED(status):
-            name = signal.Signals(os.WTERMSIG(status)).name if os.WTERMSIG(status) in list(signal.Signals) else f"signal {os.WTERMSIG(status)}"
+            name = (
+                signal.Signals(os.WTERMSIG(status)).name
+                if os.WTERMSIG(status) in list(signal.Signals)
+                else f"signal {os.WTERMSIG(status)}"
+            )
             why = _MEANING.get(name, "")
             if name == "SIGKILL":
                 after = oom_kills()
@@ -76,11 +79,31 @@ class Failure:
                     why = "out of memory: the kernel has just killed a process of this group for it"
             return cls(rank, name, f"was killed by {name}" + (f" ({why})" if why else ""), frames, now)
         code = os.WEXITSTATUS(status)
-        return cls(rank, "exit", f"ended its process (exit code {code}) before its program returned; a program ends with return", frames, now)
+        return cls(
+            rank,
+            "exit",
+            f"ended its process (exit code {code}) before its program returned; a program ends with return",
+            frames,
+            now,
+        )
+
+    @classmethod
+    def refused(cls, rank: int, number: int) -> "Failure":
+        words = f"could not be started: {os.strerror(number)}; are there too many processes, or too little memory?"
+        return cls(rank, "lost", words, when=time.perf_counter_ns())
+
+    @classmethod
+    def left(cls, rank: int) -> "Failure":
+        return cls(rank, "exit", "ended its process after an earlier program had returned", when=time.perf_counter_ns())
 
     @classmethod
     def vanished(cls, rank: int) -> "Failure":
-        return cls(rank, "lost", "was lost: the fork server that had started it has ended; is this machine out of memory?", when=time.perf_counter_ns())
+        return cls(
+            rank,
+            "lost",
+            "was lost: the fork server that had started it has ended; is this machine out of memory?",
+            when=time.perf_counter_ns(),
+        )
 
     @classmethod
     def deadlock(cls, waits: Mapping[int, Call], finished: Collection[int], pending: list[Call]) -> "Failure":
@@ -93,6 +116,11 @@ class Failure:
     @classmethod
     def straggler(cls, ranks: list[int], seconds: float, others: int) -> "Failure":
         return cls(ranks[0], "timeout", f"{seconds:g}", asks=tuple(ranks), others=others)
+
+    @classmethod
+    def stalled(cls, call: Call, seconds: float) -> "Failure":
+        text = f"a message has been on its way for more than {seconds:g} s, though both sides have called (timeout=)"
+        return cls(call.rank, "stalled", f"{text}\n  {describe(call)}")
 
     @classmethod
     def limit(cls, ranks: list[int], seconds: float) -> "Failure":
@@ -137,7 +165,7 @@ def to_error(failure: Failure, failures: Mapping[int, Failure], ranks: int) -> C
     """The exception for the reader."""
     if failure.kind == "deadlock" and failure.waits:
         return DeadlockError(failure.message, rank=failure.rank, waits=dict(failure.waits))
-    if failure.kind in ("timeout", "limit"):
+    if failure.kind in ("timeout", "limit", "stalled"):
         return RankError(failure.message, rank=failure.rank, kind=failure.kind)
     if failure.kind == "unanswered":
         return CommError(failure.message, rank=failure.rank)
@@ -148,7 +176,11 @@ def to_error(failure: Failure, failures: Mapping[int, Failure], ranks: int) -> C
         text = "\n".join([f"rank {failure.rank} {failure.message}", *frame])
     else:
         text = render_failure(failure.rank, ranks, failure.kind, failure.message, failure.frames)
-    alike = sorted(f.rank for f in failures.values() if f.rank != failure.rank and f.kind == failure.kind and f.frames[-1:] == failure.frames[-1:])
+    alike = sorted(
+        f.rank
+        for f in failures.values()
+        if f.rank != failure.rank and f.kind == failure.kind and f.frames[-1:] == failure.frames[-1:]
+    )
     if alike and not failure.lost:
         text += f"\n  (and the same on rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))})"
     first = {failure.rank: failure.text or failure.message}
@@ -173,8 +205,7 @@ def _own_error(failure: Failure) -> CommError:
     """A CommError that was raised in a rank: the same kind, its calls named as they read here."""
     name, state = failure.error
     calls = state.get("calls", ())
-    text = explain_mismatch(*calls) if len(calls) == 2 else explain_changed(*calls) if calls else failure.message
+    text = MISMATCHES[state["about"]](*calls) if calls else failure.message
     kind = {"MismatchError": MismatchError, "DeadlockError": DeadlockError, "RankError": RankError}.get(name, CommError)
     rows = [] if calls else [f"  at {place(*frame)}" for frame in failure.frames]
-    error = kind("\n".join([text, *rows]), rank=state.get("rank", failure.rank))
-    return error
+    return kind("\n".join([text, *rows]), rank=state.get("rank", failure.rank))

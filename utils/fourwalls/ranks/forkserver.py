@@ -1,9 +1,9 @@
 """The fork server: a small process that has imported torch and nothing else, and makes ranks by forking itself.
 
 It speaks over one socket with the process that runs the notebook and never starts a thread, computes or touches a GPU, so a
-fork of it is as good as a fresh interpreter and a hundred times faster. It outlives its owner by nothing: when the socket ends,
-even because the owner was killed, it kills every rank and every process a rank has left behind, and goes. The same server,
-without torch, starts fresh interpreters where forking is unsafe.
+fork of it is as good as a fresh interpreter and a hundred times faster. It outlives its owner by nothing: when the socket
+ends, even because the owner was killed, it kills every rank and every process a rank has left behind, and goes. The same
+server, without torch, starts fresh interpreters where forking is unsafe.
 
     cost of n ranks = one import of torch, once + n forks
 
@@ -22,17 +22,28 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 
-__all__ = ["EXITED", "KILL", "REPORT", "STARTED", "Server", "main"]
+__all__ = ["EXITED", "KILL", "REFUSED", "REPORT", "STARTED", "Server", "main"]
 
 REPORT = struct.Struct("<iii")  # (what, rank, value); the same shape both ways
-STARTED, EXITED = 1, 2  # to the owner: value is the process id, or the wait status
+STARTED, EXITED, REFUSED = 1, 2, 4  # to the owner: value is the process id, the wait status, or why there is no process (errno)
 KILL = 3  # from the owner: value is the signal, rank -1 is all
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 FDS = ("socket", "output", "where")  # of each rank, in this order, after the session's own three
-WARM = ("torch", "torch.distributed", "torch.optim", "torch._dynamo", "torch.nn", "torch.nn.functional", "torch.utils.data", "cloudpickle", "torch.profiler._cupti_monitor")
-OWN = ("worker", "transport", "book", "ship", "machine", "diagnose", "groups")
+WARM = (
+    "torch",
+    "torch.distributed",
+    "torch.optim",
+    "torch._dynamo",
+    "torch.nn",
+    "torch.nn.functional",
+    "torch.utils.data",
+    "cloudpickle",
+    "torch.profiler._cupti_monitor",
+)
+OWN = ("worker", "transport", "messages", "buffers", "book", "ship", "machine", "diagnose", "groups", "agreement")
 
 
 def main(fd: int, *, warm: bool) -> None:
@@ -50,9 +61,14 @@ def main(fd: int, *, warm: bool) -> None:
 
 def preload() -> None:
     """Import what a first training step would import, so that ranks share it; then keep the collector's hands off it."""
+    before = os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()
+    )  # or importing torch._dynamo makes a folder there
     for name in WARM:
         with contextlib.suppress(ImportError):  # a module that this release of torch lacks is not needed either
             importlib.import_module(name)
+    if before == tempfile.gettempdir():
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for name in OWN:
         importlib.import_module(f"fourwalls.ranks.{name}")
     gc.collect()
@@ -91,19 +107,22 @@ class Server:
         self.control.sendall(b"ready")
 
     def loop(self) -> None:
+        control = self.control.fileno()
         while True:
-            channels = [s.channel for s in self.sessions.values()]
-            ready, _, _ = select.select([self.control, self.wake, *channels], [], [])
+            poll = select.poll()
+            for fd in (control, self.wake, *self.sessions):
+                poll.register(fd, select.POLLIN)
+            ready = [fd for fd, _ in poll.poll()]
             if self.wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self.wake, 4096)
                 self.reap()
-            for channel in ready:
-                if channel is self.control:
+            for fd in ready:
+                if fd == control:
                     if not self.request():
                         return
-                elif channel is not self.wake and channel.fileno() in self.sessions:
-                    self.listen(self.sessions[channel.fileno()])
+                elif fd in self.sessions:
+                    self.listen(self.sessions[fd])
 
     # --- the owner asks --------------------------------------------------------------------------------------------
     def request(self) -> bool:
@@ -132,7 +151,11 @@ class Server:
         for rank in range(ranks):
             own = fds[3 + rank * len(FDS) : 3 + (rank + 1) * len(FDS)]
             named = {"book": fds[1], "listen": fds[2], **dict(zip(FDS, own, strict=True))}
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # too many processes, or no memory
+                session.tell(REFUSED, rank, error.errno or 0)
+                continue
             if pid == 0:
                 self.child(rank, ranks, named, fds, order)
             session.alive[rank] = pid
@@ -193,20 +216,21 @@ class Server:
         owners = {pid: (s, rank) for s in self.sessions.values() for rank, pid in s.alive.items()}
         while True:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if hasattr(os, "waitid"):  # look without reaping: a zombie's number cannot be given to another process
+                    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if ended is None:
+                        return
+                    if ended.si_pid in owners:
+                        _kill(ended.si_pid, signal.SIGKILL)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if ended is None:
+            if pid == 0:
                 return
-            pid = ended.si_pid
             if pid in owners:
-                _kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                _, status = os.waitpid(pid, 0)
-                if pid in owners:
-                    session, rank = owners[pid]
-                    session.alive.pop(rank, None)
-                    session.tell(EXITED, rank, status)
+                session, rank = owners[pid]
+                session.alive.pop(rank, None)
+                session.tell(EXITED, rank, status)
 
     def end(self, session: Session) -> None:
         """Kill what is left of a session, grandchildren included, and forget it."""

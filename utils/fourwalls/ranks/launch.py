@@ -1,38 +1,27 @@
 """Ranks as processes, seen from the process that wants them: ask the fork server, hold the sockets, end them all.
 
 There is one fork server for each process that runs programs, started when first needed and restarted when lost. A session is
-one group of ranks: sockets and pipes without names, a piece of shared memory without a name, and one socket whose closing, for
-whatever reason, ends the whole group.
+one group of ranks: sockets and pipes without names, a piece of shared memory without a name, and one socket whose closing,
+for whatever reason, ends the whole group.
 
     a session leaves nothing: closing its socket kills its processes, and nothing else of it has a name
 
 Reference: forkserver.py, the other end.
 """
 
-import atexit
 import contextlib
-import json
 import mmap
 import os
-import pickle
-import select
-import shutil
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from pathlib import Path
 
 from . import forkserver
 from .book import Book, book_bytes
 from .comm import CommError
+from .servers import Server, ServerError, interpreter_flags
 
-__all__ = ["Session", "open_session", "prewarm", "scratch_folder", "start_method"]
-
-START_SECONDS = 120  # importing torch on a cold disk
+__all__ = ["Session", "open_session", "start_method"]
 
 
 def start_method(asked: str | None, backend: str) -> str:
@@ -45,33 +34,32 @@ def start_method(asked: str | None, backend: str) -> str:
         raise ValueError(f"start={word!r}; a rank can start by 'fork' (from the fork server) or 'spawn' (a fresh interpreter)")
     if backend == "nccl":
         if word == "fork":
-            raise ValueError("start='fork' with GPUs: a rank that uses a GPU must be a fresh interpreter; leave start out, or use 'spawn'")
+            raise ValueError(
+                "start='fork' with GPUs: a rank that uses a GPU must be a fresh interpreter; leave start out, or use 'spawn'"
+            )
         return "spawn"
     return word or ("fork" if sys.platform.startswith("linux") else "spawn")
 
 
 def open_session(ranks: int, *, method: str, env: dict, modules: list[str]) -> "Session":
-    """Start `ranks` processes. CommError if none can be started."""
+    """Start `ranks` processes. `modules`: what the fork server should import first. CommError if none can be started."""
+    path = [p for p in sys.path if isinstance(p, str)]
+    order = {"ranks": ranks, "fresh": method == "spawn", "env": env, "path": path, "flags": interpreter_flags()}
+    order["modules"] = modules if method == "fork" else []
     for attempt in (1, 2):
-        server = _Server.current(warm=method == "fork")
+        session = Session(ranks)
         try:
-            return server.open(ranks, env=env, modules=modules, fresh=method == "spawn")
-        except OSError as error:  # it was killed since: a new one, once
-            server.close()
-            if attempt == 2:
-                raise CommError(f"the fork server ended twice in a row ({error}); is this machine out of memory?") from error
+            Server.current(warm=method == "fork").order(order, session.fds)
+            session.handed_over()
+            return session
+        except OSError as error:  # the server was killed since the last run: a new one, once
+            session.close()
+            if attempt == 2 or isinstance(error, ServerError):
+                raise CommError(f"no rank can be started: {error}") from None
+        except BaseException:
+            session.close()
+            raise
     raise AssertionError
-
-
-def prewarm() -> None:
-    """Start the fork server in the background, so that the first run need not wait for it. Returns at once."""
-    if start_method(None, "gloo") == "fork":
-        _Server.current(warm=True)
-
-
-def scratch_folder() -> Path:
-    """A folder for what ranks print beyond what is shown; it goes when this process ends, however it ends."""
-    return _Server.scratch()
 
 
 class Session:
@@ -129,7 +117,8 @@ class Session:
 
     def close(self) -> None:
         """End the session; the server kills what still runs."""
-        self.handed_over() if self._given else None
+        if self._given:
+            self.handed_over()
         for end in (self.channel, *self.sockets):
             end.close()
         for fd in (*self.outputs, *self.wheres):
@@ -137,126 +126,6 @@ class Session:
                 os.close(fd)
         self.outputs = self.wheres = ()
         self.book.close()
-
-
-class _Server:
-    """This process's end of one fork server."""
-
-    _of_process: dict = {}  # (process id, warm) -> server: a fork of this process must not use its parent's
-    _lock = threading.Lock()
-
-    @classmethod
-    def current(cls, *, warm: bool) -> "_Server":
-        with cls._lock:
-            key = (os.getpid(), warm)
-            server = cls._of_process.get(key)
-            if server is not None and not server.usable():
-                server.close()
-                server = None
-            if server is None:
-                server = cls._of_process[key] = cls(warm)
-            return server
-
-    @classmethod
-    def scratch(cls) -> Path:
-        with cls._lock:
-            key = (os.getpid(), "scratch")
-            if key not in cls._of_process:
-                cls._of_process[key] = tempfile.mkdtemp(prefix="fourwalls-")
-            folder = cls._of_process[key]
-            servers = [s for (pid, warm), s in cls._of_process.items() if pid == os.getpid() and isinstance(warm, bool)]
-        for server in servers:
-            with contextlib.suppress(OSError):
-                server.order({"scratch": folder})
-        return Path(folder)
-
-    @classmethod
-    def close_all(cls) -> None:
-        with cls._lock:
-            mine = [cls._of_process.pop(key) for key in list(cls._of_process) if key[0] == os.getpid()]
-        for item in mine:
-            item.close() if isinstance(item, _Server) else shutil.rmtree(item, ignore_errors=True)
-
-    @classmethod
-    def forget_after_fork(cls) -> None:
-        """In a fork of this process: let go of the parent's servers, or they would outlive it."""
-        cls._lock = threading.Lock()
-        for item in cls._of_process.values():
-            if isinstance(item, _Server):
-                item.control.close()
-        cls._of_process.clear()
-
-    def __init__(self, warm: bool):
-        self.warm, self.lock, self.ready = warm, threading.Lock(), False
-        self.control, theirs = socket.socketpair()
-        code = "import json, sys; fd, warm, sys.path[:] = json.loads(sys.argv[1]); "
-        code += "from fourwalls.ranks.forkserver import main; main(fd, warm=warm)"
-        words = json.dumps([theirs.fileno(), warm, [p for p in sys.path if isinstance(p, str)]])
-        one = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
-        self.process = subprocess.Popen(
-            [sys.executable, *_flags(), "-c", code, words],
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **one},
-        )
-        theirs.close()
-
-    def usable(self) -> bool:
-        return self.process.poll() is None
-
-    def wait_ready(self) -> None:
-        """Return when the server has imported what it preloads. OSError if it ends, or takes too long."""
-        if self.ready:
-            return
-        wait_until = time.monotonic() + START_SECONDS
-        said = b""
-        while self.control not in select.select([self.control], [], [], 0.2)[0]:
-            if time.monotonic() > wait_until:
-                self.close()
-                raise CommError(f"the fork server was not ready after {START_SECONDS} s")
-        said = self.control.recv(5)
-        if said != b"ready":
-            words = self.process.stderr.read().decode(errors="replace").strip()
-            self.close()
-            raise CommError("the fork server could not start" + (f":\n{words}" if words else ""))
-        self.process.stderr.close()
-        self.ready = True
-
-    def order(self, message: dict, fds: tuple = ()) -> None:
-        with self.lock:
-            self.wait_ready()
-            body = pickle.dumps(message)
-            socket.send_fds(self.control, [struct.pack("<Q", len(body))], list(fds))
-            self.control.sendall(body)
-
-    def open(self, ranks: int, *, env: dict, modules: list[str], fresh: bool) -> Session:
-        session = Session(ranks)
-        try:
-            path = [p for p in sys.path if isinstance(p, str)]
-            message = {"ranks": ranks, "fresh": fresh, "env": env, "modules": modules, "path": path, "flags": _flags()}
-            self.order(message, session.fds)
-        except BaseException:
-            session.close()
-            raise
-        session.handed_over()
-        return session
-
-    def close(self) -> None:
-        self.control.close()
-        if self.process.stderr and not self.process.stderr.closed:
-            self.process.stderr.close()
-        try:
-            self.process.wait(3)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def _flags() -> list[str]:
-    return [f for f in subprocess._args_from_interpreter_flags() if not f.startswith("-W")]
 
 
 def _nameless(size: int) -> int:
@@ -270,8 +139,3 @@ def _nameless(size: int) -> int:
         fd = os.dup(file.fileno())
     os.ftruncate(fd, size)
     return fd
-
-
-atexit.register(_Server.close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Server.forget_after_fork)

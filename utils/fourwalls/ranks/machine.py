@@ -1,8 +1,8 @@
 """What this machine lets a program use: cores, GPUs, a loopback interface, and how it ends processes that ask for too much.
 
-A container or a batch system often grants less than the hardware holds, so a core counts only if both the affinity mask and the
-control group's quota allow it. GPUs are counted without starting the driver in this process, since a process that has started it
-can no longer be forked.
+A container or a batch system often grants less than the hardware holds, so a core counts only if both the affinity mask and
+the control group's quota allow it. GPUs are counted without a driver context in this process, and a rank's seed is mixed so
+that nearby seeds and ranks share nothing.
 
     threads per rank = max(1, allowed cores // ranks)
 
@@ -14,11 +14,19 @@ import math
 import os
 import random
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["allowed_cores", "gpu_count", "loopback_interface", "oom_kills", "seed_everything", "seed_of", "threads_per_rank"]
+__all__ = [
+    "allowed_cores",
+    "gpu_count",
+    "loopback_interface",
+    "oom_kills",
+    "seed_everything",
+    "seed_of",
+    "threads_per_rank",
+    "under_torchrun",
+]
 
 
 def allowed_cores() -> int:
@@ -28,7 +36,7 @@ def allowed_cores() -> int:
     else:
         cores = os.cpu_count() or 1
     quota = _quota()
-    return max(1, cores if quota is None else min(cores, math.ceil(quota - 0.01)))
+    return max(1, cores if quota is None else min(cores, math.floor(quota)))
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -37,18 +45,19 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def gpu_count() -> int:
-    """GPUs that ranks could use, asked in a fresh interpreter where the cheap answer (NVML) is not to be had.
+    """GPUs that ranks could use. torch asks the management library, so no driver context comes to life in this process.
 
-    This process never starts the driver, and what happened in it before cannot change the answer.
+    What happened here before cannot matter either: ranks that use GPUs are fresh interpreters.
     """
-    if not _maybe_gpu():
-        return 0
-    code = "import torch; print(torch.cuda.device_count())"
-    try:
-        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-        return int(answer.stdout.split()[-1])
-    except (subprocess.SubprocessError, OSError, ValueError, IndexError):
-        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started as one rank of many (its environment says so)."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in needed) and ("TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ)
 
 
 def loopback_interface() -> str | None:
@@ -132,12 +141,3 @@ def _groups(root: Path, own: Path, controller: str) -> list[Path]:
 def _memory_events() -> list[tuple[Path, str]]:
     folders = _groups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), "memory")
     return [(f / "memory.events", "oom_kill") for f in folders] + [(f / "memory.oom_control", "oom_kill") for f in folders]
-
-
-def _maybe_gpu() -> bool:
-    """Whether it is worth asking torch: it can use GPUs, and a driver is there."""
-    import torch
-
-    if not (torch.backends.cuda.is_built() or getattr(torch.version, "hip", None)):
-        return False
-    return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/proc/driver/nvidia/version"))

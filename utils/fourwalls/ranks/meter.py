@@ -56,6 +56,31 @@ class Meter(TorchDispatchMode):
 
 _aten = torch.ops.aten
 # allocate or look at a tensor, and move nothing
-_FREE = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.resize_, _aten._local_scalar_dense, _aten.detach}
+_FREE = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten.resize_,
+    _aten._local_scalar_dense,
+    _aten.detach,
+}
 # move data and compute nothing
-_COPIES = {_aten.copy_, _aten.clone, _aten._to_copy, _aten.cat, _aten.stack, _aten.zeros, _aten.zeros_like, _aten.ones, _aten.ones_like, _aten.full, _aten.fill_, _aten.zero_, _aten.index_select, _aten.embedding, _aten.gather}
+_COPIES = {
+    _aten.copy_,
+    _aten.clone,
+    _aten._to_copy,
+    _aten.cat,
+    _aten.stack,
+    _aten.zeros,
+    _aten.zeros_like,
+    _aten.ones,
+    _aten.ones_like,
+    _aten.full,
+    _aten.fill_,
+    _aten.zero_,
+    _aten.index_select,
+    _aten.embedding,
+    _aten.gather,
+}

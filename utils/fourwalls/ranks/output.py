@@ -31,6 +31,7 @@ class Output:
     def __init__(self, ranks: int, *, stream: bool, scratch):
         self.ranks = [_RankOutput(r, scratch) for r in range(ranks)]
         self.view = _view() if stream else _Silent()
+        self.failed = self.finished = False
 
     def feed(self, rank: int, data: bytes) -> None:
         """Bytes that a rank has written."""
@@ -46,11 +47,24 @@ class Output:
 
     def finish(self) -> None:
         """All ranks have ended: show unfinished lines, the notes on what was left out, and (in a notebook) the ordered text."""
+        if self.finished:
+            return
+        self.finished = True
         for rank in self.ranks:
-            for line in rank.finish():
+            for line in rank.finish(self.failed):
                 self.view.line(f"[rank {rank.rank}] {line}")
-        labelled = [f"[rank {r.rank}] {line}" for r in self.ranks for line in r.lines]
-        self.view.finish(labelled)
+        self.view.finish(self.labelled)
+
+    def show(self) -> None:
+        """Show what was collected silently, ordered by rank."""
+        self.view = _view()
+        for line in () if isinstance(self.view, _Notebook) else self.labelled:
+            self.view.line(line)
+        self.view.finish(self.labelled)
+
+    @property
+    def labelled(self) -> list[str]:
+        return [f"[rank {r.rank}] {line}" for r in self.ranks for line in r.lines]
 
     @property
     def texts(self) -> list[str]:
@@ -117,7 +131,8 @@ class _RankOutput:
         except OSError:  # no disk: the text is lost, the run is not
             self.kept_bytes = FILE_BYTES
 
-    def finish(self) -> list[str]:
+    def finish(self, failed: bool) -> list[str]:
+        """The lines that come at the end. A run that failed has no `run.files`, so its note says the path."""
         fresh = []
         if self.partial and not self.more_lines:
             fresh = self.feed(b"\n")
@@ -129,7 +144,8 @@ class _RankOutput:
             note = f"... {self.more_lines:,} more lines ({self.more_bytes:,} bytes)"
             if self.more_bytes > self.kept_bytes:
                 note += f", of which the first {self.kept_bytes:,} bytes are"
-            note += f" in the file run.files[{self.rank}], until this notebook or script ends" if self.path else " were not kept"
+            place = self.path if failed else f"run.files[{self.rank}]"
+            note += f" in the file {place}, until this notebook or script ends" if self.path else " were not kept"
             self.lines.append(note)
             fresh = [*fresh, note]
         return fresh
@@ -198,7 +214,9 @@ class _Notebook(_Silent):
         if self.id is None:
             self.id = f"fourwalls-{id(self):x}-{time.monotonic_ns():x}"
             self.publisher.publish(data={}, metadata={}, transient={"display_id": self.id})
-        self.publisher.publish(data={"text/plain": text} if text else {}, metadata={}, transient={"display_id": self.id}, update=True)
+        self.publisher.publish(
+            data={"text/plain": text} if text else {}, metadata={}, transient={"display_id": self.id}, update=True
+        )
         self.shown_at, self.stale = time.monotonic(), False
 
     def finish(self, lines: list[str]) -> None:

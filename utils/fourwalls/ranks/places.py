@@ -1,7 +1,7 @@
 """How messages name a line: `In [7] line 3 in program: y = 1 / 0`.
 
-A rank runs code that was written in a notebook cell, a script or a test, and only the process that holds the notebook knows the
-cell's number and text. So ranks send (file, line, function) and this module, on the reader's side, turns them into words.
+A rank runs code that was written in a notebook cell, a script or a test, and only the process that holds the notebook knows
+the cell's number and text. So ranks send (file, line, function) and this module, on the reader's side, turns them into words.
 
     place = where + line + function + the text of the line
 

@@ -43,6 +43,11 @@ def run(
     pickled, and nothing in this process is changed by the ranks. Raises ValueError before anything starts; RankError,
     DeadlockError or MismatchError after.
     """
+    from .servers import prewarm
+
+    if backend != "nccl":
+        prewarm(start)  # it imports torch while this process does
+
     from .processes import run_processes
 
     return run_processes(
@@ -70,6 +75,7 @@ def simulate(
     seed: int = 0,
     checks: bool = True,
     clock: str = "stated",
+    stream: bool = True,
     on_message: Callable | None = None,
     **kwargs,
 ) -> Run:
@@ -78,7 +84,18 @@ def simulate(
     """
     from .simulator import simulate_ranks
 
-    return simulate_ranks(program, args, kwargs, ranks=ranks, cluster=cluster, seed=seed, checks=checks, clock=clock, on_message=on_message)
+    return simulate_ranks(
+        program,
+        args,
+        kwargs,
+        ranks=ranks,
+        cluster=cluster,
+        seed=seed,
+        checks=checks,
+        clock=clock,
+        stream=stream,
+        on_message=on_message,
+    )
 
 
 def pool(**options):

@@ -270,6 +270,10 @@ class Scheduler:
         finally:
             threading.stack_size(old)
 
+    def rank_of(self, thread: int) -> int | None:
+        """The rank whose thread has this identity; None for any other thread."""
+        return next((r for r, t in enumerate(self.threads) if t is not None and t.ident == thread), None)
+
     def stuck(self) -> list[int]:
         """Ranks that wait for a message that can never come."""
         return [r for r in range(self.size) if self.state[r] == _BLOCKED]

@@ -1,7 +1,7 @@
 """What travels between the notebook and its ranks: functions by value, tensors as bytes, results on the CPU.
 
-A function from a cell, a script or a test does not exist in another process, so it is sent itself (cloudpickle), together with
-the globals it uses; what is installed is sent by name. Nothing of the notebook runs a second time in a rank.
+A function from a cell, a script or a test does not exist in another process, so it is sent itself (cloudpickle), together
+with the globals it uses; what is installed is sent by name. Nothing of the notebook runs a second time in a rank.
 
     bytes sent = once for what all ranks share + each rank's own `per_rank` items
 
@@ -9,6 +9,7 @@ Reference: cloudpickle, `register_pickle_by_value`.
 """
 
 import functools
+import importlib
 import io
 import linecache
 import os
@@ -71,36 +72,53 @@ def sources_in(data: bytes) -> dict[str, str]:
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle, but tensors go as plain bytes (torch's own way copies them through an archive) and come out on the CPU.
 
-    And functions keep the name of their file, which cloudpickle drops: messages must name the learner's own line.
+    Tensors that share memory still share it on the other side. And functions keep the name of their file, which cloudpickle
+    drops: messages must name the learner's own line.
     """
+
+    def __init__(self, stream):
+        super().__init__(stream, protocol=5)
+        self._memories: dict[int, _Memory] = {}
 
     def reducer_override(self, obj):
         if type(obj) is types.CodeType:
             _, fields = cloudpickle.cloudpickle._code_reduce(obj)
             return _code, (obj.co_filename, *fields)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and obj.__name__ in sys.modules:
+            return importlib.import_module, (obj.__name__,)  # a module that is an object of its own class, such as torch.backends
         if type(obj) is torch.Tensor and _is_plain(obj):
-            return _tensor, (_bytes_of(obj), obj.dtype, tuple(obj.shape), obj.requires_grad)
+            storage = obj.untyped_storage()
+            memory = self._memories.setdefault(storage._cdata, _Memory(storage))
+            return _tensor, (memory, obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type not in ("cpu", "meta"):
             return obj.cpu().__reduce_ex__(5)
         return super().reducer_override(obj)
 
 
+class _Memory:
+    """The bytes behind one or more tensors: a storage while packing, a flat uint8 tensor once unpacked."""
+
+    def __init__(self, storage):
+        self.storage = storage
+
+    def __reduce__(self):
+        flat = torch.empty(0, dtype=torch.uint8).set_(self.storage.cpu())
+        return _memory, (pickle.PickleBuffer(flat.numpy()),)
+
+
+def _memory(data) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8).clone() if len(data) else torch.empty(0, dtype=torch.uint8)
+
+
+def _tensor(memory: torch.Tensor, dtype, offset, shape, stride, requires_grad) -> torch.Tensor:
+    x = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, shape, stride)
+    return x.requires_grad_(requires_grad)
+
+
 def _is_plain(x: torch.Tensor) -> bool:
-    """Whether the tensor owns its memory alone, so that bytes are all there is to it (views that share memory go torch's way)."""
+    """Whether strides over bytes are all there is to the tensor."""
     plain = x.layout is torch.strided and x.device.type in ("cpu", "cuda") and not x.is_quantized and not x.__dict__
-    return plain and not x._is_view() and x.is_contiguous() and not x.is_conj() and not x.is_neg() and x.nbytes == x.untyped_storage().nbytes()
-
-
-def _bytes_of(x: torch.Tensor) -> pickle.PickleBuffer | bytes:
-    x = x.detach().cpu()
-    return pickle.PickleBuffer(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else b""
-
-
-def _tensor(data, dtype, shape, requires_grad) -> torch.Tensor:
-    if len(data) == 0:
-        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
-    flat = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
-    return flat.view(dtype).reshape(shape).requires_grad_(requires_grad)
+    return plain and not x.is_conj() and not x.is_neg()
 
 
 def _code(file: str, *fields) -> types.CodeType:
@@ -109,7 +127,7 @@ def _code(file: str, *fields) -> types.CodeType:
 
 def _dumps(value) -> bytes:
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(value)
+    _Pickler(stream).dump(value)
     return stream.getvalue()
 
 
@@ -168,7 +186,7 @@ def _culprit(program, args, kwargs, error) -> str:
         except Exception as own:
             inside = _first_global(value) if where == "program" else _first_bad(value)
             named = f", because of {inside}" if inside else ""
-            return f"{where} cannot be sent to the ranks{named}: {_reason(own)}. Make it inside the program instead, or pass what it is made from"
+            return f"{where} cannot be sent to the ranks{named}: {_reason(own)}. Make it inside the program instead"
     return f"the program and its arguments cannot be sent to the ranks: {_reason(error)}"
 
 

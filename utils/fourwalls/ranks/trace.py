@@ -150,9 +150,7 @@ class Trace:
     def to_chrome(self) -> str:
         """Chrome/Perfetto JSON: a process per rank, a thread per lane, microseconds, a counter for live bytes."""
         lanes = {lane: k for k, lane in enumerate(LANES)}
-        rows = [
-            {"ph": "M", "name": "process_name", "pid": r, "args": {"name": f"rank {r}"}} for r in range(self.ranks)
-        ] + [
+        rows = [{"ph": "M", "name": "process_name", "pid": r, "args": {"name": f"rank {r}"}} for r in range(self.ranks)] + [
             {"ph": "M", "name": "thread_name", "pid": r, "tid": t, "args": {"name": lane}}
             for r in range(self.ranks)
             for lane, t in lanes.items()

@@ -21,7 +21,6 @@ __all__ = ["Watch"]
 
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 5.0
-MEET_SECONDS = 60.0
 
 
 class Watch:
@@ -43,7 +42,11 @@ class Watch:
         still = {r for r, s in status.items() if self.before.get(r) == s}
         self.before = status
         over = {r for r, s in status.items() if s.state in (lines.DONE, lines.SETTLING)}
-        held = {r for r, s in status.items() if s.state in (lines.WAITING, lines.SETTLING) and not s.unsure and not book.answered(r, s.slot)}
+        held = {
+            r
+            for r, s in status.items()
+            if s.state in (lines.WAITING, lines.SETTLING) and not s.unsure and not book.answered(r, s.slot)
+        }
         waits = {r: book.call(r, status[r].slot) for r in held}
         real = {r: c for r, c in waits.items() if status[r].state == lines.WAITING}
         caught = stuck(real, over) & still
@@ -63,6 +66,10 @@ class Watch:
             names = blamed(late if blamed(late, over) else waits, over)
             if names:
                 return Failure.straggler(sorted(names), self.timeout, len(waits))
+        moving = [r for r, s in status.items() if s.state == lines.WAITING and r not in waits and not s.unsure]
+        for r in moving:
+            if (clock - status[r].since) / 1e9 > self.timeout:
+                return Failure.stalled(self.book.call(r, status[r].slot), self.timeout)
         if now - self.began > self.limit:
             busy = [r for r in sorted(alive) if status[r].state != lines.DONE]
             return Failure.limit(busy, self.limit)

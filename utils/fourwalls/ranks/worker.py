@@ -1,14 +1,16 @@
 """What happens inside a rank: take on the surroundings of the caller, meet the other ranks, run the program, answer.
 
-The rank hears from the supervisor over one socket and answers over the same one: here are the surroundings, here is a program,
-go, that was all. What it prints leaves through a pipe, what it waits for stands in the book, and it ends only when the
-supervisor says so, so that no rank closes a connection that another still reads.
+The rank hears from the supervisor over one socket and answers over the same one: here are the surroundings, here is a
+program, go, that was all. What it prints leaves through a pipe, what it waits for stands in the book, and it ends only when
+the supervisor says so, so that no rank closes a connection that another still reads.
 
     hello -> (program -> ready -> go -> value or failure)* -> bye
 
 Reference: torch.distributed, `init_process_group` with a store of its own.
 """
 
+import atexit
+import contextlib
 import faulthandler
 import io
 import linecache
@@ -24,7 +26,7 @@ import time
 import traceback
 from datetime import timedelta
 
-__all__ = ["Channel", "main", "serve", "spawned"]
+__all__ = ["Channel", "main", "serve"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -92,9 +94,12 @@ def serve(rank: int, ranks: int, fds: dict[str, int]) -> None:
         kind, *message = channel.receive()
         if kind == "bye":
             return
-        common, own, seed, checks = message
+        common, own, sources, seed, checks = message
         try:
+            for name, text in sources.items():  # of notebook cells, for inspect.getsource
+                linecache.cache[name] = (len(text), None, text.splitlines(True), name)
             program, args, kwargs = _unpack(common, own)
+            book.forget_statements()
             book.say(_READY, time.perf_counter_ns())
             channel.send("ready", {})
             _, start = channel.receive()
@@ -110,11 +115,6 @@ def serve(rank: int, ranks: int, fds: dict[str, int]) -> None:
         answer = None
 
 
-def spawned(rank: int, ranks: int, fds: dict[str, int]) -> None:
-    """The entry of a rank that is a fresh interpreter."""
-    main(rank, ranks, fds)
-
-
 _READY, _DONE = 1, 5  # as in book.py, which imports torch: a fresh rank must be able to complain before that
 
 
@@ -127,8 +127,12 @@ def _surface(fds: dict[str, int]) -> None:
     os.dup2(fds["output"], 2)
     os.close(fds["output"])
     sys.stdin = sys.__stdin__ = _NoKeyboard()
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True, write_through=True)
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True, write_through=True)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(
+        io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True, write_through=True
+    )
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+        io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True, write_through=True
+    )
     _c_line_buffering()
     faulthandler.enable(file=fds["where"], all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=fds["where"], all_threads=False)
@@ -141,7 +145,9 @@ class _NoKeyboard(io.TextIOBase):
     """Standard input of a rank."""
 
     def _refuse(self, *_):
-        raise RuntimeError("a rank has no keyboard: input() and sys.stdin cannot be read here; pass the value as an argument of the program")
+        raise RuntimeError(
+            "a rank has no keyboard: input() and sys.stdin cannot be read here; pass the value as an argument of the program"
+        )
 
     read = readline = readlines = __next__ = _refuse
 
@@ -176,8 +182,6 @@ def _meet(rank: int, ranks: int, fds: dict[str, int], hello: dict):
     os.environ.update(hello["env"])
     sys.path[:] = hello["path"]
     os.chdir(hello["folder"])
-    for name, text in hello["sources"].items():
-        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
 
     import torch
 
@@ -187,7 +191,8 @@ def _meet(rank: int, ranks: int, fds: dict[str, int], hello: dict):
     torch.set_num_threads(hello["threads"])
     book = Book(mmap.mmap(fds["book"], 0), ranks, rank)
     os.close(fds["book"])
-    backend, timeout = hello["backend"], timedelta(seconds=hello["timeout"])
+    # torch's own collectives give up a little later than the supervisor, which can say more
+    backend, timeout = hello["backend"], timedelta(seconds=hello["timeout"] + 1)
     dist = torch.distributed
     options = {"wait_for_workers": False, "timeout": timedelta(seconds=60)}
     if rank == 0:
@@ -248,7 +253,7 @@ def _report(error: BaseException, rank: int) -> dict:
     lost = isinstance(error, PeerLost) or (isinstance(error, RuntimeError) and _is_connection(message))
     shipped = None
     if isinstance(error, CommError) and not lost:
-        shipped = (type(error).__name__, {k: v for k, v in error.__dict__.items() if k in ("rank", "calls")})
+        shipped = (type(error).__name__, {k: v for k, v in error.__dict__.items() if k in ("rank", "about", "calls")})
     _flush()
     return {
         "rank": rank,
@@ -264,30 +269,35 @@ def _report(error: BaseException, rank: int) -> dict:
 
 def _is_connection(message: str) -> bool:
     """Whether a torch error only says that another rank is gone or late."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out waiting", "NCCL communicator was aborted")
-    return any(sign in message for sign in (*signs, "Connect timeout", "remote process exited", "Watchdog caught collective operation timeout"))
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "imed out waiting",
+        "NCCL communicator was aborted",
+    )
+    return any(
+        sign in message
+        for sign in (*signs, "Connect timeout", "remote process exited", "Watchdog caught collective operation timeout")
+    )
 
 
 def _flush() -> None:
+    """Let go of all that was printed, from Python and from C."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass
-
-
-def _leave(code: int) -> None:
-    """End without the interpreter's long good-bye, which would tear down torch's threads; exit handlers and buffers are seen
-    to.
-    """
-    try:
-        import atexit
-
-        atexit._run_exitfuncs()
-        _flush()
+    with contextlib.suppress(OSError, AttributeError, ImportError):
         import ctypes
 
         ctypes.CDLL(None).fflush(None)
+
+
+def _leave(code: int) -> None:
+    """End without the interpreter's long good-bye, which would tear down torch's threads; exit handlers come first."""
+    try:
+        atexit._run_exitfuncs()
+        _flush()
     except BaseException:
         pass
     os._exit(code)
