@@ -15,6 +15,7 @@ from .roofline import plot_roofline
 from .timeline import plot_timeline
 from .wait_for import plot_wait_for
 from .who_holds import plot_holdings
+from .winner_map import plot_winner_map, shade_winners, winner_map
 from .words import bubble_of_ideal, bubble_of_total, describe
 
 __all__ = [
@@ -29,4 +30,7 @@ __all__ = [
     "plot_shrinking_bars",
     "plot_timeline",
     "plot_wait_for",
+    "plot_winner_map",
+    "shade_winners",
+    "winner_map",
 ]

@@ -21,7 +21,7 @@ try:
 except ImportError:  # pictures and words still work
     anywidget = traitlets = None
 
-__all__ = ["MISSING", "goal_of", "live", "scene_of", "theatre", "theatre_words"]
+__all__ = ["MISSING", "goal_of", "live", "scene_of", "stand", "theatre", "theatre_words", "widget_class"]
 
 FRONT = Path(__file__).parent / "front"
 MISSING = "The widget needs the packages anywidget and ipywidgets, which this kernel cannot import. The picture shows the same."
@@ -173,10 +173,23 @@ class Stage:
                 self._scenes[key] = error_scene(text, algorithm=algorithm, ranks=ranks, slow=slow, number=0)
         return {**self._scenes[key], "id": number}
 
+    def answer(self, ask: dict) -> dict:
+        """The scene for a request of the front end."""
+        return self.scene(str(ask.get("algorithm")), int(ask.get("ranks", 4)), str(ask.get("slow", "")), int(ask.get("id", 0)))
 
-def _theatre_class():
-    class Theatre(anywidget.AnyWidget):
-        _esm = (FRONT / "frame.js").read_text(encoding="utf-8") + (FRONT / "theatre.js").read_text(encoding="utf-8")
+    def title(self, scene: dict) -> str:
+        """The same from run to run."""
+        return f"Theatre({scene['algorithm']}, {scene['ranks']} ranks)"
+
+
+def widget_class(name: str, script: str):
+    """An anywidget class that draws with `script`: the kernel's side, `stage`, answers each request with a scene.
+
+    stage.answer(request) -> scene, with the request's id;  stage.title(scene) -> the plain twin of a saved output.
+    """
+
+    class Front(anywidget.AnyWidget):
+        _esm = (FRONT / "frame.js").read_text(encoding="utf-8") + (FRONT / script).read_text(encoding="utf-8")
         _css = (FRONT / "widgets.css").read_text(encoding="utf-8")
         choices = traitlets.List(traitlets.Unicode()).tag(sync=True)
         scene = traitlets.Dict().tag(sync=True)
@@ -189,15 +202,32 @@ def _theatre_class():
             self.observe(self._answer, "request")
 
         def _answer(self, change):
-            ask = change["new"]
-            self.scene = self._stage.scene(
-                str(ask.get("algorithm")), int(ask.get("ranks", 4)), str(ask.get("slow", "")), int(ask.get("id", 0))
-            )
+            self.scene = self._stage.answer(change["new"])
 
         def __repr__(self):
-            return f"Theatre({self.scene['algorithm']}, {self.scene['ranks']} ranks)"
+            return self._stage.title(self.scene)
 
-    return Theatre
+    Front.__name__ = Front.__qualname__ = name
+    return Front
+
+
+def _theatre_class():
+    return widget_class("Theatre", "theatre.js")
+
+
+def stand(stage, scene: dict, script: str, *, headings: tuple[str, str], lines: list[str], choices=()):
+    """Put a widget on screen where somebody can press buttons, and its words under it, folded; else only the words. Returns the
+    widget or None. headings: over the words where there is no widget, and where there is one.
+    """
+    if not live():
+        _show_words(headings[0], lines)
+        return None
+    widget = widget_class(Path(script).stem.title(), script)(stage, choices=list(choices), scene=scene)
+    from IPython.display import display
+
+    display(widget)
+    _show_words(headings[1], lines)
+    return widget
 
 
 def theatre(record, choices, *, algorithm: str | None = None, ranks: int = 4):
@@ -210,21 +240,17 @@ def theatre(record, choices, *, algorithm: str | None = None, ranks: int = 4):
     scene = stage.scene(algorithm, ranks)
     if scene["error"]:
         print(scene["error"])
-    if not live():
-        _show_words(scene, "Message theatre, in words (run this notebook in JupyterLab to step through it yourself)")
-        return None
-    widget = _theatre_class()(stage, choices=stage.choices, scene=scene)
-    from IPython.display import display
-
-    display(widget)
-    _show_words(scene, "The same in words, for when no kernel runs; to get the widget back, run this cell")
-    return widget
-
-
-def _show_words(scene: dict, title: str) -> None:
-    """A folded list of steps as HTML, and the same as plain text."""
+    what = f"{scene['algorithm']}, {words.count_text(scene['ranks'], 'rank')}"
+    headings = (
+        f"Message theatre, in words (run this notebook in JupyterLab to step through it yourself): {what}",
+        f"The same in words, for when no kernel runs; to get the widget back, run this cell: {what}",
+    )
     lines = [step["words"] for step in scene["steps"]]
-    heading = f"{title}: {scene['algorithm']}, {words.count_text(scene['ranks'], 'rank')}"
+    return stand(stage, scene, "theatre.js", headings=headings, lines=lines, choices=stage.choices)
+
+
+def _show_words(heading: str, lines: list[str]) -> None:
+    """A folded list as HTML, and the same as plain text."""
     body = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     markup = f'<details class="fw-words-list"><summary>{html.escape(heading)}</summary><ol start="0">{body}</ol></details>'
     show("\n".join([heading, *lines]), markup)

@@ -4,7 +4,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 
 function make(tag, attributes = {}, ...children) {
-  const svg = ["svg", "g", "rect", "path", "text", "defs", "pattern", "marker", "title", "line"].includes(tag);
+  const svg = ["svg", "g", "rect", "path", "text", "defs", "pattern", "marker", "title", "line", "circle", "clipPath"].includes(tag);
   const node = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
@@ -38,7 +38,7 @@ function frame(el, { title, testid, height }) {
       return node;
     },
     say(text) { if (words.textContent !== text) words.textContent = text; },
-    setBadge(source) { badge.textContent = source.toUpperCase(); badge.className = `fw-badge fw-${source}`; },
+    setBadge(source) { badge.textContent = source.toUpperCase(); badge.className = `fw-badge fw-${source.includes(" ") ? "both" : source}`; },
     setGoal(text, state) {
       goal.textContent = `${state === "reached" ? "✓ Goal reached: " : state === "missed" ? "✗ Not yet. Goal: " : "Goal: "}${text}`;
       goal.className = `fw-goal fw-goal-${state}`;

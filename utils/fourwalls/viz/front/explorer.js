@@ -1,0 +1,178 @@
+// The alpha-beta explorer: log-log curves, the winner as background, measured dots with their spread, a table at the cursor.
+
+const W = 600, H = 330, BOX = { x: 50, y: 8, w: 530, h: 282 };
+const LOW = -6, HIGH = 2; // decades of seconds: 1 µs to 100 s, the same in every picture, so that a ghost can be compared
+const STEP = 0.05; // of a slider, in powers of ten
+
+function render({ model, el }) {
+  const ui = frame(el, { title: "Alpha-beta explorer", testid: "fw-explorer", height: H + 8 });
+  const uid = Math.random().toString(36).slice(2);
+  let scene = model.get("scene"), asked = 0, right = 0, unlocked = false, pinned = null, off = new Set(), own = {};
+
+  const limits = (name) => scene.limits[name].map((x) => Math.round(Math.log10(x) / STEP));
+  const octaves = scene.sizes.map((s) => Math.round(2 * Math.log2(s)));
+  const setting = () => ({ wire: wire.value, n: Number(ranks.value), size: Math.round(2 ** (size.node.value / 2)), off: [...off], ...own });
+  const want = (wish) => { ui.root.setAttribute("aria-busy", "true"); questions.want(wish); };
+  const explore = () => want({ mode: "explore", setting: setting() });
+
+  function slider(label, low, high, testid, action) {
+    const text = make("output", { class: "fw-value" });
+    const node = make("input", { type: "range", min: low, max: high, step: 1, class: "fw-range", "data-testid": testid, "aria-label": label, oninput: action });
+    ui.controls.append(make("label", { class: "fw-label" }, `${label} `, node, text));
+    return { node, text };
+  }
+  const wire = ui.select("Wire", scene.wires.map((w) => [w, w]), scene.setting.wire, "fw-wire", () => { own = {}; explore(); });
+  const ranks = ui.select("Ranks n", scene.ranks.map((n) => [String(n), String(n)]), String(scene.setting.n), "fw-n", explore);
+  const size = slider("Bytes S", octaves[0], octaves.at(-1), "fw-size", explore);
+  ui.controls.append(make("span", { class: "fw-break" }));
+  const alpha = slider("alpha", ...limits("alpha"), "fw-alpha", () => { own.alpha = 10 ** (alpha.node.value * STEP); explore(); });
+  const bandwidth = slider("1/beta", ...limits("bandwidth"), "fw-bandwidth", () => { own.bandwidth = 10 ** (bandwidth.node.value * STEP); explore(); });
+  ui.controls.append(make("span", { class: "fw-break" }));
+  const switches = scene.all.map((name) => {
+    const node = make("input", { type: "checkbox", checked: true, "data-testid": `fw-on-${name}`, onchange: () => {
+      if (node.checked) off.delete(name); else off.add(name);
+      if (scene.names.every((one) => off.has(one))) { off.delete(name); node.checked = true; ui.say("One algorithm must stay."); return; }
+      explore();
+    } });
+    ui.controls.append(make("label", { class: "fw-label" }, node, ` ${scene.looks[name][2]} ${name}`));
+    return node;
+  });
+  const pin = ui.button("Pin", "Keep these curves, grey, behind the next ones (key: p)", "fw-pin", () => { pinned = scene; report(); draw(); });
+  const next = ui.button("Next hidden point", "Another question (key: n)", "fw-next", () => { asked += 1; want({ mode: "ask", point: asked }); });
+
+  const tips = new Map([pin, next].map((node) => [node, node.title]));
+  for (const node of [alpha.node, bandwidth.node]) tips.set(node, "Of the wire; where there are nodes, of the wire between them");
+
+  const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });
+  ui.stage.append(main, side);
+  const questions = asker(model, (fresh) => {
+    const was = scene;
+    scene = fresh;
+    ui.root.removeAttribute("aria-busy");
+    if (scene.verdict !== null) { unlocked = true; right += scene.verdict ? 1 : 0; }
+    if (scene.curtain || was.curtain) { own = {}; off = new Set(); switches.forEach((node) => { node.checked = true; }); }
+    report(); draw();
+  }, () => { ui.root.removeAttribute("aria-busy"); ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest."); });
+
+  function report() {
+    model.set("report", { asked, right, unlocked, curtain: scene.curtain, goal: right >= 3, pinned: pinned !== null });
+    model.save_changes();
+  }
+  const name = (answer) => { if (scene.curtain) want({ mode: "answer", point: asked, name: answer }); };
+
+  function draw() {
+    const { setting: now, texts } = scene, shut = scene.curtain;
+    wire.value = now.wire; ranks.value = String(now.n);
+    size.node.value = Math.round(2 * Math.log2(now.size)); size.text.textContent = texts.size;
+    alpha.node.value = Math.round(Math.log10(now.alpha) / STEP); alpha.text.textContent = texts.alpha;
+    bandwidth.node.value = Math.round(Math.log10(now.bandwidth) / STEP); bandwidth.text.textContent = texts.bandwidth;
+    switches.forEach((node, k) => { node.parentNode.hidden = !scene.names.includes(scene.all[k]); });
+    for (const node of [wire, ranks, size.node, alpha.node, bandwidth.node, ...switches, pin, next]) {
+      node.disabled = shut;
+      node.title = shut ? "First the guess: who wins at this point? That unlocks the controls." : tips.get(node) ?? "";
+    }
+    ui.setBadge(scene.source);
+    const held = main.contains(document.activeElement) || document.activeElement === next;
+    main.replaceChildren(scene.error ? make("pre", { class: "fw-error", "data-testid": "fw-error" }, scene.error) : picture(), ...(shut ? [question()] : []));
+    if (held) (shut ? main.querySelector("button") : next)?.focus();
+    drawSide();
+    ui.say(scene.error ? "This setting stopped with an error." : scene.words);
+    ui.setGoal(`name the winner at three hidden points (within 10% counts). ${Math.min(right, 3)} of 3 so far.`, right >= 3 ? "reached" : scene.verdict === false ? "missed" : "open");
+  }
+
+  function question() {
+    const box = make("div", { class: "fw-question", "data-testid": "fw-question", role: "group", "aria-label": "Who wins at this point?" },
+      make("div", { class: "fw-ask" }, `Hidden point ${asked + 1}. Who wins?`),
+      make("div", {}, `${scene.setting.n} ranks, ${scene.texts.size}`), make("div", {}, scene.setting.wire));
+    const row = make("div", { class: "fw-answers" });
+    for (const one of scene.names)
+      row.append(make("button", { type: "button", class: "fw-button", "data-testid": `fw-name-${one}`, onclick: () => name(one) }, `${scene.looks[one][2]} ${one}`));
+    box.append(row);
+    return box;
+  }
+
+  const x = (bytes) => BOX.x + BOX.w * (Math.log2(bytes) - Math.log2(scene.sizes[0])) / (Math.log2(scene.sizes.at(-1)) - Math.log2(scene.sizes[0]));
+  const y = (seconds) => BOX.y + BOX.h * (HIGH - Math.log10(seconds)) / (HIGH - LOW);
+  const line = (seconds) => seconds.map((t, k) => `${k ? "L" : "M"}${x(scene.sizes[k]).toFixed(1)} ${y(t).toFixed(1)}`).join("");
+
+  function picture() {
+    const svg = make("svg", { viewBox: `0 0 ${W} ${H}`, class: "fw-svg", role: "img", "aria-label": scene.words });
+    svg.append(make("defs", {}, make("clipPath", { id: `fw-box-${uid}` }, make("rect", { x: BOX.x, y: BOX.y, width: BOX.w, height: BOX.h }))));
+    for (const [start, end, winner, beside] of scene.fields) {
+      const left = x(start), wide = x(end) - left, [colour, , letter] = scene.looks[winner], text = beside ? `${letter}≈${scene.looks[beside][2]}` : letter;
+      svg.append(make("rect", { x: left, y: BOX.y, width: wide, height: BOX.h, fill: colour, opacity: beside ? 0.1 : 0.28, class: "fw-field", "data-winner": winner },
+        make("title", {}, beside ? `${winner}, or ${beside}` : winner)));
+      svg.append(make("line", { x1: left + wide, x2: left + wide, y1: BOX.y, y2: BOX.y + BOX.h, stroke: "#888", "stroke-width": 0.7 }));
+      if (wide > text.length * 11) svg.append(make("text", { x: left + wide / 2, y: BOX.y + BOX.h - 6, "text-anchor": "middle", class: "fw-winner" }, text));
+    }
+    for (let decade = LOW; decade <= HIGH; decade++) {
+      const at = y(10 ** decade), words = { "-6": "1 µs", "-5": "10 µs", "-4": "0.1 ms", "-3": "1 ms", "-2": "10 ms", "-1": "0.1 s", 0: "1 s", 1: "10 s", 2: "100 s" };
+      svg.append(make("line", { x1: BOX.x, x2: BOX.x + BOX.w, y1: at, y2: at, stroke: "#ddd", "stroke-width": 0.7 }),
+        make("text", { x: BOX.x - 5, y: at + 3.5, "text-anchor": "end", class: "fw-axis" }, words[decade]));
+    }
+    for (let power = 6; power <= 32; power += 4) {
+      const at = x(2 ** power), [value, unit] = power < 10 ? [power, "B"] : power < 20 ? [power - 10, "KiB"] : power < 30 ? [power - 20, "MiB"] : [power - 30, "GiB"];
+      svg.append(make("line", { x1: at, x2: at, y1: BOX.y + BOX.h, y2: BOX.y + BOX.h + 4, stroke: "#444" }),
+        make("text", { x: at, y: BOX.y + BOX.h + 15, "text-anchor": "middle", class: "fw-axis" }, `${2 ** value} ${unit}`));
+    }
+    svg.append(make("text", { x: BOX.x + BOX.w / 2, y: H - 5, "text-anchor": "middle", class: "fw-axis" }, "bytes of the tensor"),
+      make("rect", { x: BOX.x, y: BOX.y, width: BOX.w, height: BOX.h, fill: "none", stroke: "#444" }));
+    const inside = make("g", { "clip-path": `url(#fw-box-${uid})` });
+    svg.append(inside);
+    for (const curve of pinned && !scene.curtain ? pinned.curves : [])
+      inside.append(make("path", { d: line(curve.seconds), class: "fw-old", "data-testid": "fw-old" }));
+    scene.curves.forEach((curve, k) => {
+      const [colour, dash, letter] = scene.looks[curve.name], at = 3 + 4 * k, t = curve.seconds[at];
+      inside.append(make("path", { d: line(curve.seconds), class: "fw-curve", stroke: colour, "stroke-dasharray": dash, "data-name": curve.name }),
+        make("circle", { cx: x(scene.sizes[at]), cy: y(t), r: 7, fill: "#fff", stroke: colour }),
+        make("text", { x: x(scene.sizes[at]), y: y(t) + 3.5, "text-anchor": "middle", class: "fw-tag" }, letter));
+    });
+    scene.dots.forEach(({ name, points }, k) => { // side by side, or dots of one size would cover each other
+      for (const [bytes, t, low, high] of points) {
+        const at = x(bytes) + 11 * (k - (scene.dots.length - 1) / 2);
+        inside.append(make("g", { class: "fw-dot" },
+          make("line", { x1: at, x2: at, y1: y(low), y2: y(high), stroke: scene.looks[name][0], "stroke-width": 2 }),
+          make("circle", { cx: at, cy: y(t), r: 5.5, fill: "#fff", stroke: scene.looks[name][0], "stroke-width": 2.5 }, make("title", {}, `${name}, measured`)),
+          make("text", { x: at, y: y(t) + 3, "text-anchor": "middle", class: "fw-tag" }, scene.looks[name][2])));
+      }
+    });
+    if (!scene.curtain) {
+      const at = x(scene.setting.size);
+      inside.append(make("line", { x1: at, x2: at, y1: BOX.y, y2: BOX.y + BOX.h, class: "fw-cursor" }));
+      for (const row of scene.table) inside.append(make("circle", { cx: at, cy: y(row.seconds), r: 3.5, fill: scene.looks[row.name][0], stroke: "#000" }));
+    }
+    return svg;
+  }
+
+  function drawSide() {
+    const table = make("table", { class: "fw-table" });
+    if (scene.table.length) table.append(make("tr", {}, ...["", "time", "messages", "bytes"].map((text) => make("th", {}, text))));
+    for (const row of scene.table) {
+      const line = make("tr", { title: `${row.messages} messages in a row, ${row.share.toPrecision(3)} S in all` });
+      for (const text of [`${scene.looks[row.name][2]} ${row.name}`, row.text, String(row.messages), `${row.share < 10 ? row.share.toFixed(2) : Math.round(row.share)} S`])
+        line.append(make("td", {}, text));
+      table.append(line);
+    }
+    const head = scene.curtain ? "The answer unlocks the curves." : `At the cursor, ${scene.texts.size}. In a row:`;
+    const dots = scene.dots.length ? [make("div", { class: "fw-hint" }, `Measured: ${scene.dots.map((d) => `${scene.looks[d.name][2]} ${d.name}`).join(", ")}`)] : [];
+    const old = pinned ? `Pinned (grey): ${pinned.setting.n} ranks, ${pinned.setting.wire}, ${pinned.texts.alpha}, ${pinned.texts.bandwidth}; at ${pinned.texts.size} ${pinned.table[0].name} won with ${pinned.table[0].text}.`
+      : "Pin keeps a ghost of the present curves.";
+    side.replaceChildren(make("div", { class: "fw-ghost-title" }, head), table, ...dots, make("div", { class: "fw-hint", "data-testid": "fw-ghost" }, old));
+  }
+
+  ui.root.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+    const letter = scene.names.find((one) => scene.looks[one][2].toLowerCase() === event.key.toLowerCase());
+    if (scene.curtain && letter) name(letter);
+    else if (event.key === "p" && !pin.disabled) pin.click();
+    else if (event.key === "n" && !next.disabled) next.click();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
+
+  draw();
+  return () => questions.stop();
+}
+
+export default { render };
