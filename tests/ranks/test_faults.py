@@ -411,19 +411,21 @@ def test_a_request_that_is_never_waited_for_warns_and_arrives():
 def test_what_a_rank_leaves_behind_is_ended():
     """A child in its own session, whose parent has gone, is ended with the run."""
 
+    words = f"import time; time.sleep(60.{os.getpid()})"  # of this test alone
+
     def program(comm):
         import subprocess
         import sys
 
-        sleeper = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+        sleeper = f"[sys.executable, '-c', {words!r}]"
         code = f"import subprocess, sys; subprocess.Popen({sleeper}, start_new_session=True)"
         subprocess.run([sys.executable, "-c", code], check=True)
         return os.getpid()
 
-    fw.run(program, ranks=2)
-    assert not [
-        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and "import time; time.sleep(60)" in p.info["cmdline"]
-    ]
+    with fw.pool(ranks=2) as other:  # also while other ranks of this process live on
+        other.run(lambda comm: None)
+        fw.run(program, ranks=2)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and words in p.info["cmdline"]]
 
 
 def test_input_is_refused_at_once():

@@ -26,7 +26,7 @@ from .ship import pack_value, unpack_value
 from .trace import Trace
 from .transport import PeerLost, World
 
-__all__ = ["StoreBook", "run_cluster"]
+__all__ = ["ClusterPool", "StoreBook", "run_cluster"]
 
 TELL_SECONDS = 2.0  # for the others to say what they wait for
 
@@ -85,6 +85,24 @@ def run_cluster(
     trace = Trace(sorted((e for _, events in answers for e in events), key=lambda e: (e[4], e[0])), ranks=size)
     values = [unpack_value(data) for data, _ in answers]
     return Run(values, trace, [""] * size, time.perf_counter() - began, name, size)
+
+
+class ClusterPool:
+    """What processes.Pool is on one machine: here torchrun's ranks stay up between programs anyway. Every rank must run the same
+    ones.
+    """
+
+    def __init__(self, *, ranks: int | None = None, **options):
+        self.options = {"ranks": ranks} | {k: v for k, v in options.items() if k in ("timeout", "backend", "threads")}
+
+    def __enter__(self) -> "ClusterPool":
+        return self
+
+    def __exit__(self, *_) -> None: ...
+
+    def run(self, program: Callable, *args, seed: int = 0, checks: bool = True, stream: bool = True, **kwargs) -> Run:
+        """Run one program on all ranks; torchrun shows what they print."""
+        return run_cluster(program, args, kwargs, seed=seed, checks=checks, **self.options)
 
 
 class StoreBook:

@@ -12,6 +12,7 @@ Reference: `multiprocessing`'s forkserver; prctl(2), PR_SET_CHILD_SUBREAPER and 
 
 import contextlib
 import gc
+import glob
 import importlib
 import json
 import os
@@ -24,6 +25,8 @@ import struct
 import sys
 import tempfile
 import time
+
+from .machine import SESSION_MARK
 
 __all__ = ["EXITED", "KILL", "REFUSED", "REPORT", "STARTED", "Server", "main"]
 
@@ -76,10 +79,10 @@ def preload() -> None:
 
 
 class Session:
-    """One group of ranks: its socket to the owner, and rank -> process id of those still alive."""
+    """One group of ranks: its socket to the owner, rank -> process id of those still alive, and the mark in their environment."""
 
-    def __init__(self, channel: socket.socket):
-        self.channel, self.alive, self.groups, self.unread = channel, {}, set(), b""
+    def __init__(self, channel: socket.socket, mark: str):
+        self.channel, self.alive, self.groups, self.unread, self.mark = channel, {}, set(), b"", mark
 
     def tell(self, what: int, rank: int, value: int) -> None:
         with contextlib.suppress(OSError):  # the owner may be gone; the loop will notice
@@ -143,7 +146,8 @@ class Server:
         for name in order["modules"]:
             with contextlib.suppress(Exception):  # the rank that needs it will say what is wrong
                 importlib.import_module(name)
-        session = Session(socket.socket(fileno=fds[0]))
+        session = Session(socket.socket(fileno=fds[0]), f"{self.pid}.{time.monotonic_ns()}")
+        os.environ[SESSION_MARK] = session.mark  # ranks and whatever they start inherit it
         self.sessions[session.channel.fileno()] = session
         ranks = order["ranks"]
         gc.collect()
@@ -246,9 +250,11 @@ class Server:
 
     def sweep(self, session: Session) -> None:
         """End the processes that ranks of this session left behind (they became our children when their parents went)."""
+        quiet = 0
         for _ in range(20):
             strays = [pid for pid in _children() if self.is_stray(pid, session)]
-            if not strays:
+            quiet = 0 if strays else quiet + 1
+            if quiet == 2:  # the kernel's list may miss one while another goes: look twice
                 return
             for pid in strays:
                 with contextlib.suppress(OSError):
@@ -262,7 +268,10 @@ class Server:
         if not self.sessions:
             return True
         try:
-            return os.getsid(pid) in session.groups
+            if os.getsid(pid) in session.groups:
+                return True
+            with open(f"/proc/{pid}/environ", "rb") as file:  # it made a session of its own, but was born with our mark
+                return f"{SESSION_MARK}={session.mark}".encode() in file.read().split(b"\0")
         except OSError:
             return False
 
@@ -281,7 +290,8 @@ def _become_fresh(rank: int, ranks: int, named: dict, order: dict) -> None:
     code += "from fourwalls.ranks.worker import main; main(rank, ranks, fds)"
     words = json.dumps([rank, ranks, named, order["path"]])
     os.dup2(named["output"], 2)  # what goes wrong before the rank is up is told as its output
-    os.execve(sys.executable, [sys.executable, *order["flags"], "-c", code, words], order["env"])
+    env = order["env"] | {SESSION_MARK: os.environ[SESSION_MARK]}
+    os.execve(sys.executable, [sys.executable, *order["flags"], "-c", code, words], env)
 
 
 def _kill(pid: int, number: int) -> None:
@@ -296,12 +306,12 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _children() -> list[int]:
-    """Our children, as the kernel lists them; none where it does not."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(word) for word in file.read().split()]
-    except OSError:
-        return []
+    """Our children, as the kernel lists them for each of our threads; none where it does not."""
+    found = []
+    for path in glob.glob("/proc/self/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as file:
+            found += [int(word) for word in file.read().split()]
+    return found
 
 
 def _prctl(option: int, value: int) -> None:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 __all__ = [
+    "SESSION_MARK",
     "allowed_cores",
     "gpu_count",
     "loopback_interface",
@@ -27,6 +28,8 @@ __all__ = [
     "threads_per_rank",
     "under_torchrun",
 ]
+
+SESSION_MARK = "FOURWALLS_SESSION"  # environment variable of ranks, by which what they leave behind is known
 
 
 def allowed_cores() -> int:

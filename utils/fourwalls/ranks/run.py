@@ -99,7 +99,16 @@ def simulate(
 
 
 def pool(**options):
-    """Ranks that stay up between programs, for benchmarks: `with fw.pool(ranks=4) as ranks: ranks.run(program, x)`."""
+    """Ranks that stay up between programs, for benchmarks: `with fw.pool(ranks=4) as ranks: ranks.run(program, x)`.
+
+    Under torchrun they are the ranks that it has started.
+    """
+    from .machine import under_torchrun
+
+    if under_torchrun():
+        from .cluster import ClusterPool
+
+        return ClusterPool(**options)
     from .processes import Pool
 
     return Pool(**options)

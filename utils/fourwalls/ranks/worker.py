@@ -26,6 +26,8 @@ import time
 import traceback
 from datetime import timedelta
 
+from .machine import SESSION_MARK
+
 __all__ = ["Channel", "main", "serve"]
 
 _LENGTH = struct.Struct("<Q")
@@ -178,8 +180,9 @@ def _die_with_launcher(fd: int) -> None:
 
 def _meet(rank: int, ranks: int, fds: dict[str, int], hello: dict):
     """Take on the caller's surroundings, then connect to the other ranks. Returns the transport's World."""
+    mark = {SESSION_MARK: os.environ[SESSION_MARK]} if SESSION_MARK in os.environ else {}
     os.environ.clear()
-    os.environ.update(hello["env"])
+    os.environ.update(hello["env"] | mark)
     sys.path[:] = hello["path"]
     os.chdir(hello["folder"])
 
