@@ -259,7 +259,7 @@ class Server:
             for pid in strays:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.005)
+            time.sleep(0.005 if strays else 0.001)
             self.reap()
 
     def is_stray(self, pid: int, session: Session) -> bool:

@@ -23,6 +23,8 @@ from .servers import Server, ServerError, interpreter_flags
 
 __all__ = ["Session", "open_session", "start_method"]
 
+CLOSE_SECONDS = 3.0  # for a server to end a session
+
 
 def start_method(asked: str | None, backend: str) -> str:
     """ "fork" or "spawn": what was asked for (argument, then FOURWALLS_START), else fork where it is safe.
@@ -116,9 +118,14 @@ class Session:
             self.channel.sendall(forkserver.REPORT.pack(forkserver.KILL, rank, number))
 
     def close(self) -> None:
-        """End the session; the server kills what still runs."""
+        """End the session; returns when the server has killed what still ran, and what ranks have left behind."""
         if self._given:
             self.handed_over()
+        with contextlib.suppress(OSError):  # the server closes its end once it is done
+            self.channel.shutdown(socket.SHUT_WR)
+            self.channel.settimeout(CLOSE_SECONDS)
+            while self.channel.recv(4096):
+                pass
         for end in (self.channel, *self.sockets):
             end.close()
         for fd in (*self.outputs, *self.wheres):
