@@ -17,6 +17,7 @@ import fourwalls as fw
 from fourwalls import bench
 from fourwalls.bench import record, timer
 from fourwalls.bench.__main__ import main
+from fourwalls.cost.collectives import collective_cost
 from fourwalls.cost.hardware import uniform
 
 FIELDS = [
@@ -58,18 +59,27 @@ def test_json_alone_on_stdout_with_the_fields_of_the_record(tiny):
     rows, progress = tiny
     assert all(list(row) == FIELDS for row in rows)
     assert "all-reduce" in progress  # the bar
-    assert {(r["case"]["bytes"], r["case"]["algorithm"], r["case"]["checks"]) for r in rows} == {
+    measured = [r for r in rows if r["metric"] != "best_of_ours"]
+    assert {(r["case"]["bytes"], r["case"]["algorithm"], r["case"]["checks"]) for r in measured} == {
         (size, algorithm, checks)
         for size in (64, 4096)
         for algorithm, checks in (("ring", False), ("ring", True), ("star", False))
     }
-    assert {row["metric"] for row in rows} == {"time", "algbw", "busbw", "wrong"}
+    assert {row["metric"] for row in measured} == {"time", "algbw", "busbw", "wrong"}
+    assert [r["case"] for r in rows if r["metric"] == "best_of_ours"] == [
+        {"ranks": 2, "bytes": size, "fastest": _fastest(measured, size)} for size in (64, 4096)
+    ]
     assert all(row["ok"] and row["machine"]["torch"] and row["machine"]["cores"] >= 1 for row in rows)
     for row in rows:
         assert row["low"] is None or row["low"] <= row["value"] <= row["high"]
         if row["metric"] == "time":
             assert row["pairs"] == 6 and "torch.distributed" in row["peer"] and row["source"] == "measured"
             assert row["time_ratio_low"] <= row["time_ratio"] <= row["time_ratio_high"]
+
+
+def _fastest(rows, size):
+    times = [r for r in rows if r["metric"] == "time" and r["case"]["bytes"] == size and not r["case"]["checks"]]
+    return min(times, key=lambda r: r["time_ratio"])["case"]["algorithm"]
 
 
 def test_bus_and_algorithm_bandwidth_come_from_the_time(tiny):
@@ -195,13 +205,23 @@ def test_launch_benchmark():
 
 
 def test_calibration_puts_forecast_beside_measurement():
-    options = type("Options", (), {"ranks": [2], "sizes": [4096, 2**20], "pairs": 3})
+    algorithms = ["ring", "tree", "shared_memory"]
+    options = type("Options", (), {"ranks": [2], "sizes": [4096, 2**20], "pairs": 3, "algorithms": algorithms})
     rows = list(bench.load("calibrate").rows(options))
-    assert all(r.ok and r.value is not None for r in rows)
-    forecasts = [r for r in rows if r.metric == "simulated_time"]
-    assert len(forecasts) == 2 and all(
-        r.source == "modelled" and r.peer.startswith("measured") and r.time_ratio > 0 for r in forecasts
-    )
+    found = {(r.case.get("bytes"), r.case.get("algorithm"), r.metric): r for r in rows}
+    assert len(found) == len(rows) == 4 + 2 * (3 * 3 - 1) and all(r.ok for r in rows)
+    for size in (4096, 2**20):
+        for algorithm in ("ring", "tree"):
+            forecast, measured, error = (found[size, algorithm, m] for m in ("simulated_time", "measured_time", "error"))
+            assert forecast.source == error.source == "modelled" and measured.source == "measured"
+            assert forecast.peer.startswith("measured (gloo)") and error.unit == "%"
+            assert forecast.time_ratio == forecast.value / measured.value == pytest.approx(1 + error.value / 100)
+        assert found[size, "shared_memory", "simulated_time"].value is None  # no message: nothing to simulate
+        assert found[size, "shared_memory", "measured_time"].value > 0
+    # by tree the second of two ranks sends all of it and waits for all of it; by ring halves, both at once
+    link = uniform(found[None, None, "alpha"].value, found[None, None, "bandwidth"].value * 1e9)
+    by_tree = collective_cost("all_reduce", "tree", 2, 2**18, link).seconds
+    assert by_tree < found[2**20, "tree", "simulated_time"].value < 1.5 * by_tree  # and the additions
     fitted = {r.metric: r.value for r in rows}
     assert 0 <= fitted["alpha"] < 0.1 and 0.01 < fitted["bandwidth"] < 1000
 

@@ -86,7 +86,11 @@ def test_the_winner_behind_curves(data):
     ax = plot_alpha_beta([], [(a, [(s, price(a, 8, s)) for s in SIZES]) for a in LINES])
     before = ax.get_ylim()
     shade_winners(ax, data, 8)
-    assert ax.get_ylim() == before and ax.get_xlim() == (SIZES[0], SIZES[-1])
+    assert ax.get_xlim() == (SIZES[0], SIZES[-1])
+    letter = next(t for t in ax.texts if t.get_gid() == "fw-winner")
+    ax.figure.canvas.draw()
+    top = ax.transData.inverted().transform((0, letter.get_window_extent().y1))[1]
+    assert top < before[0], "letters stand below everything that was drawn"
     drawn = [(p.get_gid(), p.get_x()) for p in ax.patches if p.get_gid()]
     assert drawn == [(f"fw-field {f.winner}", f.start) for f in data.fields(8)]
     curve = next(line for line in ax.lines if line.get_label() == "few, modelled")

@@ -12,15 +12,20 @@ from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["BENCHMARKS", "load"]
+__all__ = ["BENCHMARKS", "ONE_MACHINE", "load"]
 
 # name on the command line -> module in this package; a module is loaded only when asked for
 BENCHMARKS = {
     "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "all-to-all": "all_to_all",
     "calibrate": "calibrate",
     "launch": "launch",
     "simulator": "simulator",
 }
+ONE_MACHINE = ("launch", "simulator")  # they start ranks themselves, or none: nothing for torchrun
 
 
 def load(name: str) -> ModuleType:

@@ -1,7 +1,8 @@
 """`python -m fourwalls.bench NAME [--ranks 2,4] [--sizes 4KiB,16MiB] [--format table|json|csv] [--out FILE] [--pairs N]`.
 
 Rows go to standard output (or --out), and nothing else does; progress goes to standard error. The exit code is 0 where every row
-is ok, 1 where one is not, 2 for a wrong command line.
+is ok, 1 where one is not, 2 for a wrong command line. Under torchrun (`torchrun ... -m fourwalls.bench NAME`) the ranks are those
+that it has started, on one node or many: all of them measure, rank 0 writes, and the record lists the hosts.
 
     exit code 0  <=>  every result was right
 
@@ -9,21 +10,29 @@ Reference: DESIGN, "One record".
 """
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 
 from ..cost.units import parse_bytes
-from . import BENCHMARKS, load
-from .record import FORMATS, machine, write_rows
+from ..ranks.machine import under_torchrun
+from . import BENCHMARKS, ONE_MACHINE, load
+from .record import FORMATS, hosts, machine, write_rows
 
 __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark and write its rows; returns the exit code."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    many = under_torchrun()
+    writes = not many or os.environ["RANK"] == "0"
+    if many:
+        options.ranks = _ranks_of_torchrun(parser, options)
+        options.quiet = options.quiet or not writes
     module = load(options.name)
-    rows, here = [], machine()
+    rows, here = [], machine() | (hosts() if many else {})
     try:
         with _progress(options) as bar:
             for row in module.rows(options, bar.set_description_str):
@@ -31,9 +40,10 @@ def main(argv: list[str] | None = None) -> int:
                 bar.update(1)
     except KeyboardInterrupt:
         print("interrupted; the rows measured so far follow", file=sys.stderr)
-    write_rows(rows, format=options.format, out=options.out)
     wrong = [row for row in rows if not row.ok]
-    for row in wrong:
+    if writes:
+        write_rows(rows, format=options.format, out=options.out)
+    for row in wrong if writes else ():
         print(f"wrong result: {row.benchmark} {row.metric} {row.case}", file=sys.stderr)
     return 1 if wrong or not rows else 0
 
@@ -54,6 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", default=None, metavar="FILE", help="write the rows there instead of to standard output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser
+
+
+def _ranks_of_torchrun(parser, options):
+    """[the number of ranks that torchrun has started]; a wrong command line where others are asked for."""
+    started = int(os.environ["WORLD_SIZE"])
+    if options.name in ONE_MACHINE:
+        parser.error(f"{options.name} starts its ranks itself, on one machine: run it without torchrun")
+    if options.ranks not in (None, [started]):
+        parser.error(f"--ranks {','.join(map(str, options.ranks))}: torchrun has started {started}; leave --ranks out")
+    return [started]
 
 
 def _name(text):

@@ -11,7 +11,9 @@ Reference: DESIGN, "One record".
 import csv
 import io
 import json
+import os
 import platform
+import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -21,7 +23,7 @@ from ..cost.units import format_bytes, format_seconds
 from ..ranks.machine import allowed_cores
 from ..ranks.trace import SOURCES
 
-__all__ = ["FORMATS", "Row", "machine", "write_rows"]
+__all__ = ["FORMATS", "Row", "hosts", "machine", "write_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,18 @@ def machine() -> dict:
         "torch": torch.__version__,
         "backend": "gloo" if torch.distributed.is_available() and torch.distributed.is_gloo_available() else "simulator",
     }
+
+
+def hosts() -> dict:
+    """Under torchrun, called by every rank: {"hosts": the name of each node of the job, in order of its ranks}."""
+    from ..ranks.run import run
+
+    nodes = run(_node, stream=False).values
+    return {"hosts": [name for _, name in dict.fromkeys(nodes)]}
+
+
+def _node(comm) -> tuple[str, str]:
+    return os.environ.get("GROUP_RANK", ""), socket.gethostname()
 
 
 def _cpu_model() -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from .buffers import overlaps
 from .comm import MAX_TAG, Call, Comm, MismatchError, Request, call_site
 from .diagnose import describe, explain_mismatch
 from .groups import barrier, split_groups
@@ -109,7 +110,7 @@ class SimulatedComm(Comm):
                 post.version = None if x.is_inference() else x._version  # torch counts writes, except in inference mode
             else:
                 post.payload = x.detach()
-        elif not x.is_contiguous() and _overlaps(x):
+        elif not x.is_contiguous() and overlaps(x):
             raise ValueError(f"rank {self.rank}: receive into an expanded tensor, whose elements share memory; try torch.empty")
         channel = self._channels.get((peer, tag, sending))
         if channel is None:
@@ -215,10 +216,6 @@ class SimulatedComm(Comm):
         raise RuntimeError(
             "comm.native is torch.distributed, which simulated ranks do not have; use fw.run, or test `comm.simulated` first"
         )
-
-
-def _overlaps(x) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _same_bits(a, b) -> bool:

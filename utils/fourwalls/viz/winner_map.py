@@ -1,4 +1,4 @@
-"""Who is fastest where: sizes across, ranks down, and in each field the name of the winner.
+"""Who is fastest where: sizes across, ranks upward, and in each field the name of the winner.
 
 A curve for each algorithm shows one number of ranks; the map shows them all, and leaves out everything but who is below. Where
 the runner-up is nearly as fast the field is pale and names both, since there the choice does not matter.
@@ -132,6 +132,8 @@ def plot_winner_map(data: WinnerMap, *, marks=(), ax=None, title: str = "", sour
 def shade_winners(ax, data: WinnerMap, n: int) -> None:
     """Paint the row of n ranks of the map behind curves over the same sizes, the letter of each winner at the bottom."""
     letter, inch = letters(data.algorithms), _inches_per_octave(ax, data.sizes)
+    low, high = ax.get_ylim()
+    ax.set_ylim(low * (low / high) ** 0.12, high)  # room for the letters, under the curves
     for f in data.fields(n):
         _paint(ax, data, f, 0, 1, transform=ax.get_xaxis_transform(), alpha=0.5)
         text = letter[f.winner] + (f"≈{letter[f.beside]}" if f.beside else "")
