@@ -232,7 +232,7 @@ def test_the_slurm_script_asks_for_a_legal_torchrun(tmp_path):
     from torch.distributed.run import parse_args
 
     root = Path(__file__).resolve().parents[2]
-    for name, line in {"srun": 'printf "%s\\n" "$@"', "scontrol": "echo first; echo second"}.items():
+    for name, line in {"srun": 'printf "%s\\n" "$@"', "scontrol": "echo first; seq 50000"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(root), "SLURM_JOB_NODELIST": "n[1-2]"}

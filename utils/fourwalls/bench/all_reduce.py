@@ -63,10 +63,14 @@ def _wrong(comm, work, x) -> int:
 
 
 def _copy_limit(open_ranks, case: dict, *, pairs: int) -> Iterator[Row]:
-    """For shared memory: how near it comes to copying alone. In the cache of a small tensor, adding and waiting are the limit."""
+    """For shared memory: how near it comes to copying alone (of a small tensor, adding and waiting are the limit). No row where
+    the ring stood in.
+    """
     if case["algorithm"] != "shared_memory":
         return
-    run = open_ranks.run(measure, _beside_copying, case["algorithm"], case["bytes"] // 4, pairs, checks=False, stream=False)
+    run = open_ranks.run(_share, case["algorithm"], case["bytes"] // 4, pairs, checks=False, stream=False)
+    if not all(value["shared"] for value in run.values):
+        return
     ours, copying = pair_times(run)
     share, ratio = spread(c / o for o, c in zip(ours, copying, strict=True)), time_ratio(ours, copying)
     yield Row(
@@ -85,6 +89,11 @@ def _copy_limit(open_ranks, case: dict, *, pairs: int) -> Iterator[Row]:
         ok=not any(value["wrong"] for value in run.values),
         machine={"backend": run.backend},
     )
+
+
+def _share(comm, algorithm: str, numel: int, pairs: int) -> dict:
+    found = measure(comm, _beside_copying, algorithm, numel, pairs)
+    return found | {"shared": not isinstance(getattr(comm, "_room", ""), str)}
 
 
 def _beside_copying(comm, algorithm: str, numel: int) -> Work:
