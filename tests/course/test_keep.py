@@ -162,3 +162,15 @@ def test_outside_my_it_lasts_as_long_as_the_process_and_leaves_nothing(project, 
 def test_source_of_is_the_same_every_time():
     scope = cell(SETUP + "\ndef f(a): return helper(a) + np.int64(up(a))")
     assert source_of(scope["f"]) == source_of(scope["f"])
+
+
+def test_an_earlier_version_is_set_aside(project, capsys):
+    one, two = (cell(f"def answer():\n    return {k}")["answer"] for k in (1, 2))
+    keep(one)
+    keep(one)
+    assert "earlier" not in capsys.readouterr().out  # the same text: nothing to set aside
+
+    keep(two)
+    assert "The version before is my/kept/earlier/answer_1.py" in capsys.readouterr().out
+    assert "return 1" in (project / "my" / "kept" / "earlier" / "answer_1.py").read_text()
+    assert kept("answer", None)() == 2

@@ -84,7 +84,7 @@ def test_an_error_of_the_transport_keeps_its_kind_and_its_calls():
 
 
 def test_an_interrupt_says_where_each_rank_was():
-    error = interrupted(3, {1: Call(1, "recv", 0)}, {0: failed(0, 1, "KeyboardInterrupt")})
+    error = interrupted(3, {1: Call(1, "recv", 0)}, {0: failed(0, 1, "KeyboardInterrupt").frames})
     assert isinstance(error, KeyboardInterrupt)
     rows = str(error).splitlines()[1:]
     assert [row.split(":")[0] for row in rows] == ["  rank 0", "  rank 1", "  rank 2"]

@@ -456,8 +456,9 @@ def test_an_endless_loop_can_be_interrupted():
     alive = threading.active_count()
     threading.Timer(0.5, _thread.interrupt_main).start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"rank 0: at .* in program: ") as caught:
         fw.simulate(program, ranks=3)
+    assert "rank 1: at an unknown line" in str(caught.value)  # it had not begun
     assert time.monotonic() - began < 5
     time.sleep(0.1)
     assert threading.active_count() <= alive
@@ -470,6 +471,7 @@ def test_asking_again_and_again_lets_time_pass():
             asked = 0
             while not request.done:
                 asked += 1
+            request.wait()
             return asked
         with comm.compute("busy", seconds=1e-4):
             pass
@@ -477,6 +479,26 @@ def test_asking_again_and_again_lets_time_pass():
         return None
 
     assert 100 <= fw.simulate(program, ranks=2, cluster=WIRE).values[0] <= 103
+
+
+def test_a_message_that_nobody_waits_for_is_named_as_on_real_ranks():
+    def program(comm):
+        got = torch.zeros(2)
+        comm.isend(torch.ones(2), 1 - comm.rank)
+        comm.irecv(got, 1 - comm.rank)  # no wait
+        return got.tolist()
+
+    with pytest.warns(
+        RuntimeWarning, match=r"4 messages were begun but never waited for:\n  rank 0: isend\(to 1, float32 \(2,\)\)"
+    ):
+        assert fw.simulate(program, ranks=2).values == [[0, 0], [0, 0]]
+
+    def half(comm):
+        if comm.rank == 0:
+            comm.irecv(torch.zeros(2), 1)
+
+    with pytest.raises(fw.CommError, match="begun and never answered"):
+        fw.simulate(half, ranks=2)
 
 
 def test_split_makes_groups_by_colour_and_key():

@@ -33,6 +33,7 @@ MODULE = "my.kept."  # not in sys.modules: cloudpickle then sends such functions
 def keep(function):
     """Write `function` to `my/kept/NAME.py` and return it, so it can also be used as a decorator.
 
+    A version kept before that differs is moved to `my/kept/earlier/`, never lost.
     Raises ValueError, naming what is in the way, where it cannot be written as source that stands alone.
     """
     text = source_of(function)
@@ -47,6 +48,7 @@ def keep(function):
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             _try_alone(temporary, name)
+            earlier = _set_aside(path, text)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -54,8 +56,22 @@ def keep(function):
     except OSError as error:
         raise ValueError(f"cannot keep {name}: {error.strerror} ({folder.name}/)") from None
     remember_place()
-    print(f"Kept {name}" + (f" in my/kept/{name}.py." if home.lasting else f". {home.note}"))
+    before = f" The version before is my/kept/earlier/{earlier.name}." if earlier else ""
+    print(f"Kept {name}" + (f" in my/kept/{name}.py.{before}" if home.lasting else f". {home.note}"))
     return function
+
+
+def _set_aside(path, text: str):
+    """Move a kept version whose text is another to earlier/NAME_k.py; gives back the new path, or None if there was nothing to move."""
+    if not path.exists() or path.read_text(encoding="utf-8", errors="replace") == text:
+        return None
+    folder = path.parent / "earlier"
+    folder.mkdir(exist_ok=True)
+    number = 1
+    while (place := folder / f"{path.stem}_{number}.py").exists():
+        number += 1
+    os.replace(path, place)
+    return place
 
 
 def _try_alone(path, name: str) -> None:

@@ -28,7 +28,8 @@ def rank_arguments(program: Callable, args: tuple, kwargs: dict, ranks: int) -> 
         inspect.signature(program).bind(None, *args, **kwargs)
     except TypeError as error:
         name = getattr(program, "__name__", repr(program))
-        raise ValueError(f"{name}(comm, ...) does not fit the arguments given: {error}") from None
+        few = "; is its first argument comm?" if "too many" in str(error) else ""
+        raise ValueError(f"{name}(comm, ...) does not fit the arguments given: {error}{few}") from None
     except ValueError:
         pass  # some built-in callables have no signature to look at
 

@@ -10,6 +10,7 @@ Reference: Holt, "Some deadlock properties of computer systems", 1972 (the wait-
 """
 
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Mapping
@@ -29,6 +30,8 @@ __all__ = [
     "explain_shared",
     "explain_straggler",
     "explain_unanswered",
+    "explain_unwaited",
+    "outside",
     "own_frames",
     "render_failure",
     "stuck",
@@ -169,6 +172,22 @@ def explain_shared(first: Call, second: Call) -> str:
     return f"{text}\n  {describe(first)}\n  {describe(second)}"
 
 
+def explain_unwaited(calls: Iterable[Call]) -> str:
+    """Messages that were begun, and arrived, but whose `wait()` was never called."""
+    rows = [f"  {describe(call)}" for call in calls]
+    what = (
+        "a message was begun but never waited for" if len(rows) == 1 else f"{len(rows)} messages were begun but never waited for"
+    )
+    return "\n".join(
+        [
+            f"{what}:",
+            *rows[:8],
+            *(["  ..."] if len(rows) > 8 else []),
+            "Only after wait() is a buffer filled, or free to be changed.",
+        ]
+    )
+
+
 def explain_unanswered(calls: Iterable[Call]) -> str:
     """Messages that were begun and never answered, though every program has returned."""
     rows = [f"  {describe(call)}" for call in calls]
@@ -176,6 +195,14 @@ def explain_unanswered(calls: Iterable[Call]) -> str:
     return "\n".join(
         [f"all programs have returned, but {begun}:", *rows, "Each isend needs a receive on the other side, each irecv a send."]
     )
+
+
+def outside() -> int:
+    """How many frames above its caller the learner's code stands: the `stacklevel` of a warning that points at their line."""
+    depth, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("fourwalls"):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 MISMATCHES = {"differ": explain_mismatch, "changed": explain_changed, "shared": explain_shared}  # by name, as ranks report them

@@ -31,6 +31,8 @@ from .places import place
 
 __all__ = ["Failure", "RunInterrupted", "choose", "interrupted", "to_error"]
 
+NAMED = 16  # ranks that an interrupt lists
+
 
 class RunInterrupted(KeyboardInterrupt):
     """The reader interrupted a run; the text says where each rank was."""
@@ -188,16 +190,18 @@ def to_error(failure: Failure, failures: Mapping[int, Failure], ranks: int) -> C
     return RankError(text, rank=failure.rank, kind=failure.kind, errors={**first, **rest})
 
 
-def interrupted(ranks: int, waits: Mapping[int, Call], reports: Mapping[int, Failure]) -> RunInterrupted:
-    """The KeyboardInterrupt that says where each rank was."""
+def interrupted(ranks: int, waits: Mapping[int, Call], frames: Mapping[int, list]) -> RunInterrupted:
+    """The KeyboardInterrupt that says where each rank was: what it waited for, or its frames (file, line, function)."""
     rows = []
-    for rank in range(ranks):
+    for rank in range(min(ranks, NAMED)):
         if rank in waits:
             rows.append(f"  {describe(waits[rank])}, waiting")
-        elif rank in reports and reports[rank].frames:
-            rows.append(f"  rank {rank}: at {place(*reports[rank].frames[-1])}")
+        elif frames.get(rank):
+            rows.append(f"  rank {rank}: at {place(*frames[rank][-1])}")
         else:
             rows.append(f"  rank {rank}: at an unknown line")
+    if ranks > NAMED:
+        rows.append(f"  ... and {ranks - NAMED} more")
     return RunInterrupted("\n".join(["the run was interrupted; the ranks were", *rows]))
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from .arguments import rank_arguments
 from .cluster import run_cluster
 from .comm import RankError
+from .diagnose import explain_unwaited, outside
 from .launch import open_session, start_method
 from .machine import gpu_count, loopback_interface, threads_per_rank, under_torchrun
 from .output import Output
@@ -143,10 +144,9 @@ class Pool:
             self.close()
         values = [_unpack(rank, answer[0]) for rank, answer in enumerate(answers)]
         trace = Trace(sorted((e for a in answers for e in a[1]), key=lambda e: (e[4], e[0])), ranks=self.ranks)
-        unwaited = [f"  rank {rank}: {call}" for rank, answer in enumerate(answers) for call in answer[2]]
+        unwaited = [call for answer in answers for call in answer[2]]
         if unwaited:
-            text = "\n".join(["messages that were begun but never waited for:", *unwaited])
-            warnings.warn(text, RuntimeWarning, stacklevel=_outside())
+            warnings.warn(explain_unwaited(unwaited), RuntimeWarning, stacklevel=outside())
         seconds = time.perf_counter() - began
         return Run(values, trace, output.texts, seconds, self.backend, self.ranks, output.files)
 
@@ -194,11 +194,3 @@ def _folder() -> str:
         return os.getcwd()
     except OSError:  # it was removed
         return "/"
-
-
-def _outside() -> int:
-    """How many frames up the caller of this library stands, for warnings that point at the learner's line."""
-    depth, frame = 1, sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("fourwalls"):
-        depth, frame = depth + 1, frame.f_back
-    return depth

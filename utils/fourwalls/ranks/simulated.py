@@ -33,6 +33,7 @@ class _Post(Request):
         "finished",
         "message",
         "nbytes",
+        "op",
         "payload",
         "peer",
         "sending",
@@ -58,10 +59,10 @@ class _Post(Request):
     @property
     def call(self) -> Call:
         """This call as error messages name it."""
-        op, tag, comm = "send" if self.sending else "recv", self.tag, self.comm
-        if isinstance(tag, str):  # an internal channel: name what the learner called
-            op, tag = tag, 0
-        return Call(comm._me, op, comm._members[self.peer], tag, self.tensor.shape, self.tensor.dtype, self.site)
+        comm, tag = self.comm, self.tag
+        if isinstance(tag, str):  # an internal channel, which has a name instead of a tag
+            tag = 0
+        return Call(comm._me, self.op, comm._members[self.peer], tag, self.tensor.shape, self.tensor.dtype, self.site)
 
 
 _TENSOR, _STRIDED = torch.Tensor, torch.strided  # looked up for every message
@@ -86,21 +87,39 @@ class SimulatedComm(Comm):
     def isend(self, x, to, tag=0):
         if to.__class__ is not int or not 0 <= to < self.size or tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
             self._check_peer(to, tag, "send to")
-        return self._post(x, to, tag, True)
+        return self._post(x, to, tag, True, "isend")
 
     def irecv(self, buf, frm, tag=0):
         if frm.__class__ is not int or not 0 <= frm < self.size or tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
             self._check_peer(frm, tag, "receive from")
-        return self._post(buf, frm, tag, False)
+        return self._post(buf, frm, tag, False, "irecv")
 
-    def _post(self, x, peer, tag, sending):
+    def send(self, x, to, tag=0):
+        self._check_peer(to, tag, "send to")
+        self._post(x, to, tag, True, "send").wait()
+
+    def recv(self, buf, frm, tag=0):
+        self._check_peer(frm, tag, "receive from")
+        self._post(buf, frm, tag, False, "recv").wait()
+        return buf
+
+    def exchange(self, x, to, buf, frm, tag=0):
+        self._check_peer(to, tag, "send to")
+        self._check_peer(frm, tag, "receive from")
+        incoming = self._post(buf, frm, tag, False, "exchange recv")
+        outgoing = self._post(x, to, tag, True, "exchange send")
+        incoming.wait()
+        outgoing.wait()
+        return buf
+
+    def _post(self, x, peer, tag, sending, op):
         if x.__class__ is not _TENSOR or not x.is_cpu or x.layout is not _STRIDED:
             self._check_tensor(x, "send" if sending else "receive into")
         world, me = self._world, self._me
         if world.lazy_clock is not None:
             world.lazy_clock(me)
         post = _Post()
-        post.comm, post.tensor, post.peer, post.tag, post.sending, post.finished = self, x, peer, tag, sending, False
+        post.comm, post.tensor, post.peer, post.tag, post.sending, post.op, post.finished = self, x, peer, tag, sending, op, False
         post.done_at = post.message = post.payload = None
         post.time, post.nbytes = self._clock[me], x.nbytes
         post.site = call_site(3) if self.checks else None
@@ -116,6 +135,7 @@ class SimulatedComm(Comm):
         if channel is None:
             src, dst = (me, self._members[peer]) if sending else (self._members[peer], me)
             channel = self._channels[peer, tag, sending] = self._scheduler.channel((src, dst, self._context, tag), src, dst)
+        world.open[me][post] = None
         message = self._scheduler.post(channel, post, sending)
         if message is not None:
             a, b = message.send.tensor, message.receive.tensor
@@ -140,6 +160,7 @@ class SimulatedComm(Comm):
                 (me, "compute", "wait", name, before, after, 0, self._members[post.peer], None, None, "modelled")
             )
         post.finished = True
+        self._world.open[me].pop(post, None)
         if post.sending:
             if (
                 self.checks
@@ -176,8 +197,8 @@ class SimulatedComm(Comm):
 
     def _internal(self, x, to, buf, frm, name):
         """Exchange on a channel of its own, which no tag of the learner's can reach."""
-        incoming = self._post(buf, frm, name, False)
-        outgoing = self._post(x, to, name, True)
+        incoming = self._post(buf, frm, name, False, name)
+        outgoing = self._post(x, to, name, True, name)
         incoming.wait()
         outgoing.wait()
 

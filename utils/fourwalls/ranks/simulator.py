@@ -13,8 +13,10 @@ Reference: Hockney's alpha-beta model (cost/hardware.py); scheduler.py gives the
 import ctypes
 import gc
 import os
+import threading
 import time
 import traceback
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -22,8 +24,9 @@ import torch
 from ..cost.hardware import get_cluster
 from .agreement import Table
 from .arguments import rank_arguments
-from .comm import DeadlockError, MismatchError, RankError
-from .diagnose import explain_deadlock
+from .comm import CommError, DeadlockError, MismatchError, RankError
+from .diagnose import explain_deadlock, explain_unanswered, explain_unwaited, outside
+from .failures import interrupted
 from .machine import seed_of
 from .meter import Meter
 from .output import Output
@@ -48,6 +51,7 @@ class _World:
     def __init__(self, size, cluster, seed, checks, clock, on_message):
         self.cluster, self.seed, self.checks, self.clock_kind, self.on_message = cluster, seed, checks, clock, on_message
         self.events: list[list[tuple]] = [[] for _ in range(size)]
+        self.open: list[dict] = [{} for _ in range(size)]  # posts that nobody has waited for yet
         self.statements = Table()
         self.counting = clock == "stated" and cluster.device is not None
         ports = None
@@ -138,6 +142,9 @@ def simulate_ranks(
                     raise _failure(scheduler, ranks)
                 if scheduler.stuck():
                     raise _deadlock(scheduler, ranks)
+                _settle(world)
+            except KeyboardInterrupt:
+                raise _interrupted(scheduler, ranks) from None
             finally:
                 scheduler.release()
     finally:
@@ -180,6 +187,26 @@ def _deadlock(scheduler, ranks):
     finished = {r for r in range(ranks) if r not in waits}
     pending = [p.call for c in scheduler.channels.values() for p in (*c.sends, *c.receives) if p not in posts.values()]
     return DeadlockError(explain_deadlock(waits, finished, pending), rank=min(waits), waits=waits)
+
+
+def _settle(world):
+    """All programs have returned: a message that nobody answered is an error, one that nobody waited for a warning."""
+    left = sorted((p for posts in world.open for p in posts), key=lambda p: (p.comm._me, p.time))
+    lost = [p.call for p in left if p.done_at is None]
+    if lost:
+        raise CommError(explain_unanswered(lost), rank=lost[0].rank)
+    if left:
+        warnings.warn(explain_unwaited([p.call for p in left]), RuntimeWarning, stacklevel=outside())
+
+
+def _interrupted(scheduler, ranks):
+    waits = {rank: scheduler.blocked_on[rank].call for rank in scheduler.stuck()}
+    stacks = {rank: traceback.extract_stack(frame) for rank, frame in scheduler.frames().items() if rank not in waits}
+    own = {
+        rank: [(f.filename, f.lineno, f.name) for f in stack if not f.filename.startswith((*_OWN_FILES, threading.__file__))]
+        for rank, stack in stacks.items()
+    }
+    return interrupted(ranks, waits, own)
 
 
 def _this_cpu() -> int | None:

@@ -172,7 +172,7 @@ class Group:
             pass
         reports = {r: Failure.reported(m[1]) for r, m in enumerate(self.messages) if m and m[0] == "failed"}
         self.stop(signal.SIGKILL, 0)
-        return interrupted(self.ranks, waits, reports)
+        return interrupted(self.ranks, waits, {r: f.frames for r, f in reports.items()})
 
     def stop(self, first: int, seconds: float) -> None:
         """End all ranks: `first` at once, SIGKILL after `seconds`; returns when they are gone and their output is read."""

@@ -236,7 +236,7 @@ def _run(world, program, args, kwargs, *, seed: int, checks: bool, start: int) -
     world.book.say(2, time.perf_counter_ns())
     value = program(world.comm(), *args, **kwargs)
     unwaited = world.settle()
-    return "value", pack_value(value, world.rank), world.events, [str(call) for call in unwaited]
+    return "value", pack_value(value, world.rank), world.events, unwaited
 
 
 def _report(error: BaseException, rank: int) -> dict:

@@ -1,5 +1,7 @@
 // What all widgets share: title, badge, controls, a stage of fixed height, one line of words, a goal that turns green.
-// Keys pressed inside never reach the notebook (data-lm-suppress-shortcuts), and asking the kernel is debounced: the latest wish wins.
+// Keys pressed inside never reach the notebook: JupyterLab looks for data-lm-suppress-shortcuts from the focused element upward and
+// stops at the first selector that fits (one with :focus does), so the mark stands on everything that can have the focus.
+// Asking the kernel is debounced: the latest wish wins.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -10,6 +12,7 @@ function make(tag, attributes = {}, ...children) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
+  if (["button", "select", "input"].includes(tag) || "tabindex" in attributes) node.setAttribute("data-lm-suppress-shortcuts", "true");
   for (const child of children) node.append(child);
   return node;
 }
