@@ -62,7 +62,7 @@ def keep(function):
 
 
 def _set_aside(path, text: str):
-    """Move a kept version whose text is another to earlier/NAME_k.py; gives back the new path, or None if there was nothing to move."""
+    """Move a kept version whose text is another to earlier/NAME_k.py; gives back its new path, or None if there was none."""
     if not path.exists() or path.read_text(encoding="utf-8", errors="replace") == text:
         return None
     folder = path.parent / "earlier"
