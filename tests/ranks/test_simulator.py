@@ -646,3 +646,81 @@ def test_what_ranks_print_is_told_apart_and_shown_in_order(capsys):
     with pytest.raises(fw.RankError):
         fw.simulate(failing, ranks=1)
     assert capsys.readouterr().out == "[rank 0] before\n"
+
+
+@pytest.mark.parametrize("ranks", [17, 100])
+def test_endless_recursion_through_c_is_an_error_not_a_crash(ranks):
+    def deeper(n=0):
+        return sorted([1, 2], key=deeper)
+
+    with pytest.raises(fw.RankError, match="RecursionError"):
+        fw.simulate(lambda comm: deeper(), ranks=ranks)
+
+
+def test_a_thread_of_the_learners_own_is_refused():
+    def program(comm):
+        errors = []
+
+        def other():
+            try:
+                comm.send(torch.ones(1), 1 - comm.rank)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return errors
+
+    for errors in fw.simulate(program, ranks=2).values:
+        assert len(errors) == 1
+        assert "another thread" in errors[0]
+
+
+def test_a_program_that_catches_everything_is_parked():
+    def program(comm):
+        while True:
+            try:
+                comm.recv(torch.zeros(1), 1 - comm.rank)
+            except BaseException:
+                pass
+
+    began = time.monotonic()
+    with pytest.raises(fw.DeadlockError):
+        fw.simulate(program, ranks=2)
+    assert time.monotonic() - began < 4
+    time.sleep(0.1)
+    used = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - used < 0.15  # nobody spins
+
+
+def test_exchange_in_place_and_inference_buffers():
+    def program(comm):
+        x = torch.full((2,), float(comm.rank))
+        comm.exchange(x, 1 - comm.rank, x, 1 - comm.rank)
+        with torch.inference_mode():
+            buf = torch.empty(2)
+        comm.exchange(x, 1 - comm.rank, buf, 1 - comm.rank)
+        return x.tolist(), buf.tolist()
+
+    assert fw.simulate(program, ranks=2).values == [([1, 1], [0, 0]), ([0, 0], [1, 1])]
+
+
+def test_an_error_that_cannot_be_shown():
+    class Odd(Exception):
+        def __str__(self):
+            raise SystemExit(3)
+
+    def program(comm):
+        raise Odd
+
+    with pytest.raises(fw.RankError, match="Odd: .its message cannot be shown"):
+        fw.simulate(program, ranks=2)
+
+    def long(comm):
+        raise ValueError("x" * 10**6)
+
+    with pytest.raises(fw.RankError) as caught:
+        fw.simulate(long, ranks=1)
+    assert len(str(caught.value)) < 70_000

@@ -14,6 +14,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections import deque
 from heapq import heappop, heappush
 
@@ -21,6 +22,7 @@ import torch
 
 __all__ = ["Channel", "Message", "Released", "Scheduler"]
 
+UNWINDINGS = 100  # times a rank may be told that the run is over: `finally` blocks may communicate
 _READY, _RUNNING, _BLOCKED, _DONE = range(4)
 
 
@@ -76,6 +78,8 @@ class Scheduler:
         self._random = [None] * size
         self.threads: list = [None] * size
         self.running: int | None = None
+        self.returned = [False] * size  # whose program came to its end
+        self._unwound = [0] * size
         for lock in (*self._locks, self._main):
             lock.acquire()
 
@@ -183,19 +187,25 @@ class Scheduler:
                 self._hand_over(rank)
             self.blocked_on[rank] = None
         if self.stopping:
-            raise Released
+            self._let_go(rank)
         if post.done_at > self.clock[rank]:
             self.clock[rank] = post.done_at
 
     def give_way(self, rank: int) -> None:
         """Let every rank whose clock is not later run first."""
+        if not self.stopping:
+            self.state[rank] = _READY
+            heappush(self._ready, (self.clock[rank], rank))
+            self._hand_over(rank)
         if self.stopping:
-            raise Released
-        self.state[rank] = _READY
-        heappush(self._ready, (self.clock[rank], rank))
-        self._hand_over(rank)
-        if self.stopping:
-            raise Released
+            self._let_go(rank)
+
+    def _let_go(self, rank: int) -> None:
+        """Unwind a rank of a run that is over. One that catches even this and goes on is parked for ever instead of spinning."""
+        self._unwound[rank] += 1
+        while self._unwound[rank] > UNWINDINGS:
+            self._locks[rank].acquire()
+        raise Released
 
     def _next(self) -> int | None:
         """The rank to run next; delivers pending messages whose time has come. None: nobody can run."""
@@ -248,6 +258,7 @@ class Scheduler:
                 os.sched_setaffinity(0, {cpu})
             try:
                 program(rank)
+                self.returned[rank] = True
             except Released:
                 pass
             except BaseException as error:  # every failure of a learner's program is reported, never swallowed
@@ -283,10 +294,10 @@ class Scheduler:
         current = sys._current_frames()
         return {r: current[t.ident] for r, t in enumerate(self.threads) if t is not None and t.ident in current}
 
-    def release(self, *, patience: float = 1.0) -> list[int]:
-        """End every rank that is left, one after the other; returns those that would not end within `patience` seconds each."""
+    def release(self, *, patience: float = 2.0) -> list[int]:
+        """End every rank that is left, one after the other; returns those that would not within `patience` seconds in all."""
         self.stopping = True
-        left = []
+        left, deadline = [], time.monotonic() + patience
         for rank, thread in enumerate(self.threads):
             if thread is None or thread.ident is None or not thread.is_alive():
                 continue
@@ -294,7 +305,7 @@ class Scheduler:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Released))
             elif self._locks[rank].locked():
                 self._locks[rank].release()
-            thread.join(patience)
+            thread.join(max(0.05, deadline - time.monotonic()) if len(left) < 4 else 0.01)
             if thread.is_alive():
                 left.append(rank)
         return left

@@ -9,10 +9,11 @@ Reference: the MPI standard, "Nonblocking Communication" (a buffer belongs to th
 """
 
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 
 import torch
 
-from .buffers import overlaps
+from .buffers import overlaps, share_memory
 from .comm import MAX_TAG, Call, Comm, MismatchError, Request, call_site
 from .diagnose import describe, explain_mismatch
 from .groups import barrier, split_groups
@@ -66,6 +67,7 @@ class _Post(Request):
 
 
 _TENSOR, _STRIDED = torch.Tensor, torch.strided  # looked up for every message
+_NOTHING = nullcontext()
 _POLL = PS // 10**6  # asking whether a message is done takes a microsecond
 
 
@@ -79,7 +81,7 @@ class SimulatedComm(Comm):
         self.rank, self.size = members.index(me), len(members)
         self.device, self.seed, self.checks = torch.device("cpu"), world.seed, world.checks
         self.records_work = world.cluster.device is not None or world.clock_kind != "stated"
-        self._splits, self._channels, self._statements = 0, {}, 0
+        self._splits, self._channels, self._statements, self._thread = 0, {}, 0, get_ident()
         self._scheduler = world.scheduler
         self._clock = world.scheduler.clock
 
@@ -106,6 +108,8 @@ class SimulatedComm(Comm):
     def exchange(self, x, to, buf, frm, tag=0):
         self._check_peer(to, tag, "send to")
         self._check_peer(frm, tag, "receive from")
+        if x is buf or (x.is_cpu and buf.is_cpu and share_memory(x, buf)):
+            x = x.clone()  # what was there before the receive is what travels
         incoming = self._post(buf, frm, tag, False, "exchange recv")
         outgoing = self._post(x, to, tag, True, "exchange send")
         incoming.wait()
@@ -116,6 +120,10 @@ class SimulatedComm(Comm):
         if x.__class__ is not _TENSOR or not x.is_cpu or x.layout is not _STRIDED:
             self._check_tensor(x, "send" if sending else "receive into")
         world, me = self._world, self._me
+        if get_ident() != self._thread:
+            raise RuntimeError(
+                f"rank {self.rank}: {op} in another thread than its program's; simulated ranks have one thread each, use fw.run"
+            )
         if world.lazy_clock is not None:
             world.lazy_clock(me)
         post = _Post()
@@ -171,7 +179,8 @@ class SimulatedComm(Comm):
                 raise MismatchError(f"the buffer of an isend was changed before its wait()\n  {describe(post.call)}", rank=me)
         else:
             x = post.tensor
-            (x.detach() if x.requires_grad else x).copy_(post.payload)
+            with torch.inference_mode() if x.is_inference() else _NOTHING:
+                (x.detach() if x.requires_grad else x).copy_(post.payload)
         post.payload = None
 
     def _idle(self, picoseconds):

@@ -25,12 +25,11 @@ from ..cost.hardware import get_cluster
 from .agreement import Table
 from .arguments import rank_arguments
 from .comm import CommError, DeadlockError, MismatchError, RankError
-from .diagnose import explain_deadlock, explain_unanswered, explain_unwaited, outside
+from .diagnose import explain_deadlock, explain_failure, explain_unanswered, explain_unwaited, message_of, outside
 from .failures import interrupted
 from .machine import seed_of
 from .meter import Meter
 from .output import Output
-from .places import place
 from .prints import apart
 from .result import Run
 from .scheduler import Scheduler
@@ -137,11 +136,13 @@ def simulate_ranks(
     try:
         with _borrowed_process(), apart(scheduler.rank_of, output.feed):
             try:
-                scheduler.run(body, stack_bytes=(16 if ranks <= 16 else 4 if ranks <= 64 else 1) * 2**20, cpu=_this_cpu())
+                scheduler.run(body, stack_bytes=(16 if ranks <= 16 else 4) * 2**20, cpu=_this_cpu())
                 if scheduler.errors:
                     raise _failure(scheduler, ranks)
                 if scheduler.stuck():
                     raise _deadlock(scheduler, ranks)
+                if not all(scheduler.returned):
+                    raise RankError(f"rank {scheduler.returned.index(False)} ended without returning", kind="Released")
                 _settle(world)
             except KeyboardInterrupt:
                 raise _interrupted(scheduler, ranks) from None
@@ -173,10 +174,8 @@ def _failure(scheduler, ranks):
     rank, error = scheduler.errors[0]
     if isinstance(error, MismatchError):
         return error
-    learner = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_FILES)]
-    where = "".join(f"\n  {place(f.filename, f.lineno, f.name)}" for f in learner)
-    said = {r: f"{type(e).__name__}: {e}" for r, e in scheduler.errors}
-    wrapped = RankError(f"rank {rank} of {ranks} raised {said[rank]}{where}", rank=rank, kind=type(error).__name__, errors=said)
+    said = {r: f"{type(e).__name__}: {message_of(e)}" for r, e in scheduler.errors}
+    wrapped = RankError(explain_failure(rank, ranks, error), rank=rank, kind=type(error).__name__, errors=said)
     wrapped.__cause__ = error
     return wrapped
 
