@@ -5,6 +5,7 @@ import pytest
 from fourwalls.ranks import places
 from fourwalls.ranks.comm import Call
 from fourwalls.ranks.diagnose import (
+    MESSAGE_CHARACTERS,
     SHOWN,
     blamed,
     circle,
@@ -15,6 +16,7 @@ from fourwalls.ranks.diagnose import (
     explain_mismatch,
     explain_straggler,
     explain_unanswered,
+    message_of,
     own_frames,
     stuck,
 )
@@ -119,6 +121,29 @@ def test_a_straggler_message_names_one_rank_only():
     assert text.startswith("rank 2 kept the others waiting for more than 3 s; it was at x.py:4 in program: sleep()")
     assert "3 other ranks wait" in text and text.count("rank 2") == 1
     assert "1 other rank waits" in explain_straggler(0, 1, 1)
+    assert "no deadlock" in text
+    assert "no deadlock" not in explain_straggler(0, 1, 1, native=True)
+    stopped = explain_straggler(0, 1, 1, native=True, stopped=True)
+    assert "is stopped" in stopped and "collective" not in stopped
+
+
+def test_calls_without_a_tensor_differ_by_name():
+    barrier, split, send = Call(0, "barrier", 1), Call(1, "split", 0), Call(1, "send", 0, shape=(2,), dtype="float32")
+    assert "the calls differ, barrier and split\n  rank 0: barrier(from 1)\n" in explain_mismatch(barrier, split)
+    assert "the calls differ, send and barrier" in explain_mismatch(barrier, send)
+
+
+def test_whatever_an_exception_says_is_told_in_bounds():
+    class Worse(Exception):
+        __notes__ = 5
+
+    noted = ValueError("a")
+    noted.add_note("b")
+    assert message_of(noted) == "a\nb"
+    assert message_of(KeyError("k")) == "key 'k' is not there"
+    assert message_of(Worse("x")) == "(its message cannot be shown)"
+    assert message_of(ValueError("x" * MESSAGE_CHARACTERS)) == "x" * MESSAGE_CHARACTERS
+    assert message_of(ValueError("x" * (MESSAGE_CHARACTERS + 2)))[MESSAGE_CHARACTERS:] == "\n... 2 more characters are left out"
 
 
 def test_calls_are_described_with_the_learners_line():

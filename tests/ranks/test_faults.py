@@ -468,3 +468,90 @@ def test_a_fork_server_that_dies_during_a_run_ends_it():
     error = failing(RankError, program, ranks=2)
     assert "fork server" in str(error)
     assert error.outputs == ["", ""]
+
+
+def test_an_end_of_file_of_the_program_is_its_own():
+    def program(comm):
+        if comm.rank == 1:
+            raise EOFError("my file")
+        comm.barrier()
+
+    error = failing(RankError, program, ranks=3)
+    assert (error.rank, error.kind) == (1, "EOFError") and "raised EOFError: my file" in str(error)
+
+
+@pytest.mark.parametrize("first", ["barrier", "split"])
+def test_a_barrier_that_meets_a_split_is_a_mismatch_of_calls(first):
+    def program(comm, first):
+        if (comm.rank == 0) == (first == "barrier"):
+            comm.barrier()  # line A
+        else:
+            comm.split(0)  # line B
+
+    text = str(failing(MismatchError, program, first, ranks=2))
+    assert "the calls differ, " in text
+    for rank, call, line in [(0, first, ""), (1, "split" if first == "barrier" else "barrier", "")]:
+        assert f"rank {rank}: {call}(" in text
+    assert "comm.barrier()  # line A" in text and "comm.split(0)  # line B" in text
+
+
+def test_splits_and_barriers_in_one_order_meet():
+    def program(comm):
+        comm.barrier()
+        pair = comm.split(comm.rank % 2)
+        pair.barrier()
+        comm.barrier()
+        return pair.split(0).size
+
+    assert fw.run(program, ranks=5).values == [3, 2, 3, 2, 3]
+
+
+def test_a_rank_inside_torchs_own_collective_is_not_said_to_be_at_work():
+    def program(comm):
+        if comm.rank == 1:
+            comm.native.barrier()
+        else:
+            comm.recv(torch.zeros(1), 1)
+
+    error = failing(RankError, program, ranks=2, timeout=1)
+    assert (error.rank, error.kind) == (1, "timeout")
+    assert "inside torch's own collective" in str(error) and "comm.native.barrier()" in str(error)
+    assert "no deadlock" not in str(error)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="this system does not tell")
+@pytest.mark.parametrize(("options", "kind"), [({"timeout": 0.5}, "timeout"), ({"limit": 0.5}, "limit")])
+def test_a_stopped_process_is_said_to_be_stopped(options, kind):
+    def program(comm):
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm.barrier()
+
+    error = failing(RankError, program, ranks=2, **options)
+    assert error.kind == kind and "rank 1" in str(error) and "process is stopped" in str(error)
+    assert "no deadlock" not in str(error) and str(error).count("stopped") == 1
+
+
+class _Silent(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("run", [fw.run, fw.simulate])
+def test_an_exception_that_cannot_say_what_it_is(run):
+    def program(comm):
+        if comm.rank == 1:
+            raise _Silent
+        comm.barrier()
+
+    with pytest.raises(RankError) as caught:
+        run(program, ranks=2)
+    assert "rank 1 of 2 raised _Silent: (its message cannot be shown)" in str(caught.value)
+
+
+def test_a_long_message_is_cut():
+    def program(comm):
+        raise ValueError("x" * 10**6)
+
+    text = str(failing(RankError, program, ranks=1))
+    assert 64 * 1024 < len(text) < 66 * 1024 and "934,464 more characters are left out" in text

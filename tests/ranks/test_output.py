@@ -191,3 +191,19 @@ def test_a01_b14_h13_a_notebook(tmp_path):
         "RankError: rank 0 of 2 raised ZeroDivisionError: division by zero\n  at In [4] line 2 in bad: y = 1 / comm.rank"
     )
     assert "def helper(comm):" in notebook.cells[5].outputs[0].data["text/plain"]
+
+
+def test_what_cannot_be_kept_is_counted_and_the_run_goes_on(tmp_path):
+    """No folder for temporary files, then a folder that has gone: no path is named, since nothing lies there."""
+
+    def none():
+        raise FileNotFoundError("no usable temporary directory")
+
+    for scratch in (none, lambda: tmp_path / "gone"):
+        found = Output(1, stream=False, scratch=scratch)
+        for _ in range(2):
+            found.feed(0, b"x\n" * 250)
+        found.feed(0, b"y" * (output.FILE_BYTES + 1) + b"\n")
+        found.finish()
+        assert found.files == [None]
+        assert found.ranks[0].lines[SHOWN_LINES:] == ["... 301 more lines (8,389,210 bytes) were not kept"]

@@ -491,6 +491,20 @@ def test_communication_inside_backward():
         ({"timeout": 0}, "timeout=0"),
         ({"limit": -1}, "limit=-1"),
         ({"threads": 0}, "threads=0"),
+        ({"timeout": float("inf")}, "timeout=inf"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": 10**6 + 1}, "at most 1000000"),
+        ({"limit": float("nan")}, "math.inf"),
+        ({"seed": "1"}, "seed='1'"),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"seed": True}, "seed=True"),
+        ({"env": 5}, "env=5"),
+        ({"env": {"A=B": "1"}}, "'A=B'"),
+        ({"env": {"A\0": "1"}}, "'A\\x00'"),
+        ({"env": {"": "1"}}, "''"),
+        ({"env": {1: "1"}}, "name 1"),
+        ({"env": {"A": "\0"}}, "A='\\x00'"),
+        ({"env": {"A": None}}, "A=None"),
         ({"start": "thread"}, "start='thread'"),
     ],
 )
@@ -499,6 +513,56 @@ def test_bad_options_are_refused_before_anything_starts(options, words, monkeypa
     with pytest.raises(ValueError) as caught:
         fw.run(lambda comm: None, **options)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("run", [fw.run, fw.simulate])
+def test_a_program_whose_call_runs_nothing_is_refused(run, monkeypatch):
+    monkeypatch.setattr(processes, "open_session", lambda *a, **k: pytest.fail("ranks were started"))
+
+    async def waits(comm):
+        pass
+
+    async def streams(comm):
+        yield 1
+
+    def yields(comm, x=0):
+        yield x
+
+    class Waits:
+        async def __call__(self, comm):
+            pass
+
+    for program, word in [
+        (waits, "async"),
+        (streams, "async"),
+        (Waits(), "async"),
+        (Waits().__call__, "async"),
+        (yields, "generator"),
+        (functools.partial(functools.partial(yields), x=1), "generator"),
+    ]:
+        with pytest.raises(ValueError, match=word):
+            run(program, ranks=2)
+
+
+def test_per_rank_needs_a_list():
+    for what in (5, None, "ab"):
+        with pytest.raises(ValueError, match="one item for each rank"):
+            fw.per_rank(what)
+    assert list(fw.per_rank(range(2))) == [0, 1]
+
+
+def test_no_limit_and_numbers_of_other_kinds():
+    numpy = pytest.importorskip("numpy")
+    run = fw.run(lambda comm: comm.seed, ranks=1, limit=float("inf"), timeout=numpy.float32(5), seed=numpy.int64(3))
+    assert run.values == [3] and type(run.values[0]) is int
+
+
+@pytest.mark.parametrize("run", [fw.run, fw.simulate])
+def test_a_peer_that_is_no_int_is_told_how(run):
+    numpy = pytest.importorskip("numpy")
+    for call in ("send", "isend", "recv", "irecv"):
+        with pytest.raises(RankError, match=r"use int\("):
+            run(lambda comm, call: getattr(comm, call)(torch.ones(1), numpy.int64(1 - comm.rank)), call, ranks=2)
 
 
 def test_bad_programs_are_refused_before_anything_starts(monkeypatch):

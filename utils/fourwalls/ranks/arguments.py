@@ -7,12 +7,14 @@ A mistake in the call should cost no process and no thread, and be told in the l
 Reference: inspect.signature in the Python library.
 """
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable
 
 from .result import PerRank
 
-__all__ = ["rank_arguments"]
+__all__ = ["rank_arguments", "whole_seed"]
 
 
 def rank_arguments(program: Callable, args: tuple, kwargs: dict, ranks: int) -> Callable[[int], tuple[tuple, dict]]:
@@ -21,6 +23,7 @@ def rank_arguments(program: Callable, args: tuple, kwargs: dict, ranks: int) -> 
     """
     if not callable(program):
         raise ValueError(f"the program is {program!r}; it must be a function def program(comm, ...)")
+    _check_kind(program)
     for value in (*args, *kwargs.values()):
         if isinstance(value, PerRank) and len(value) != ranks:
             raise ValueError(f"per_rank has {len(value)} items for {ranks} ranks; it needs one for each")
@@ -40,3 +43,24 @@ def rank_arguments(program: Callable, args: tuple, kwargs: dict, ranks: int) -> 
         return tuple(map(own, args)), {k: own(v) for k, v in kwargs.items()}
 
     return given
+
+
+def whole_seed(seed) -> int:
+    """The seed as an int. ValueError unless it is a whole number."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise ValueError(f"seed={seed!r}: a whole number")
+    return operator.index(seed)
+
+
+def _check_kind(program: Callable) -> None:
+    """ValueError for a function whose call only makes an object that nobody would run."""
+    function = program
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        function = type(function).__call__
+    name = getattr(function, "__name__", "program")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"{name} is an async function, which a rank does not run; write it without async")
+    if inspect.isgeneratorfunction(function):
+        raise ValueError(f"{name} is a generator (it has a yield), so calling it runs nothing; use return, or a list")

@@ -175,7 +175,7 @@ class Book:
 
 
 def write_text(op: str, signature: str, site: tuple[CodeType, int]) -> bytes:
-    """What a line says: the call's name, its tensor as "float32 (4,)", and the learner's line."""
+    """What a line says: the call's name, its tensor as "float32 (4,)" (or the name of an internal call), the learner's line."""
     code, line = site
     return f"{op}\0{signature[:120]}\0{line}\0{code.co_name[:60]}\0{code.co_filename[-240:]}".encode(errors="replace")
 
@@ -185,8 +185,9 @@ def read_text(text: bytes, rank: int, peer: int | None, tag: int) -> Call:
     parts = text.decode(errors="replace").split("\0")
     op, signature, line, function, file = parts + [""] * (5 - len(parts))
     dtype, _, shape = signature.partition(" ")
-    call = Call(rank, op, peer, tag, dtype=dtype or None)
-    if shape:
+    call = Call(rank, op, peer, tag)
+    if shape:  # a barrier or a split signs with its name alone
+        call.dtype = dtype
         call.shape = tuple(int(s) for s in shape.strip("()").split(",") if s.strip().isdigit())
     call.file, call.line, call.function = file, int(line) if line.isdigit() else 0, function
     return call

@@ -219,7 +219,8 @@ class Comm(ABC):
     # --- shared by all transports ----------------------------------------------------------------------------------
     def _check_peer(self, peer: int, tag: int, word: str) -> None:
         if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.size:
-            raise ValueError(f"rank {self.rank}: {word} rank {peer!r} of {self.size}; ranks are 0 to {self.size - 1}")
+            near = f"; use int({peer!r})" if hasattr(peer, "__index__") and not isinstance(peer, (int, bool)) else ""
+            raise ValueError(f"rank {self.rank}: {word} rank {peer!r} of {self.size}; ranks are 0 to {self.size - 1}{near}")
         if not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
             raise ValueError(f"rank {self.rank}: tag {tag!r}; a tag is a whole number from 0 to {MAX_TAG}")
 

@@ -31,9 +31,11 @@ __all__ = [
     "explain_straggler",
     "explain_unanswered",
     "explain_unwaited",
+    "message_of",
     "outside",
     "own_frames",
     "render_failure",
+    "shorten",
     "stuck",
 ]
 
@@ -41,6 +43,7 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 SHOWN = 8  # calls that a message lists
+MESSAGE_CHARACTERS = 64 * 1024  # of an exception's message that are kept
 
 
 def stuck(waits: Mapping[int, Call], finished: Collection[int] = ()) -> set[int]:
@@ -108,12 +111,21 @@ def explain_deadlock(waits: Mapping[int, Call], finished: Collection[int] = (), 
     return "\n".join(lines)
 
 
-def explain_straggler(rank: int, seconds: float, others: int, where: str = "") -> str:
-    """For a run that ended because everybody waited for one rank, which was neither finished nor waiting itself."""
+def explain_straggler(
+    rank: int, seconds: float, others: int, where: str = "", *, native: bool = False, stopped: bool = False
+) -> str:
+    """For a run that ended because everybody waited for one rank, which was neither finished nor seen to wait.
+
+    native: it was inside torch.distributed. stopped: a signal has stopped its process.
+    """
     line = f"rank {rank} kept the others waiting for more than {seconds:g} s"
     line += f"; it was at {where}" if where else ""
     many = "1 other rank waits" if others == 1 else f"{others} other ranks wait"
     advice = "This is no deadlock: it was still at work. If it needs that long, call fw.run(..., timeout=SECONDS)."
+    if native:
+        advice = "It was inside torch's own collective, whose waits cannot be seen here: has every rank called the same one?"
+    if stopped:
+        advice = "Its process is stopped: a signal (SIGSTOP, SIGTSTP) or a debugger holds it; SIGCONT lets it go on."
     return f"{line}\n  {many} for it. {advice}"
 
 
@@ -123,7 +135,25 @@ def explain_failure(rank: int, ranks: int, error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = own_frames([(f.filename, f.lineno, f.name) for f in frames])
-    return render_failure(rank, ranks, type(error).__name__, str(error), lines)
+    return render_failure(rank, ranks, type(error).__name__, message_of(error), lines)
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, its notes included; nothing that its class does can stop us, and a long text is cut."""
+    try:
+        text = str(error)
+        if isinstance(error, KeyError):
+            text = f"key {text} is not there"
+        text = "\n".join([text, *map(str, getattr(error, "__notes__", None) or [])])
+    except BaseException:
+        text = "(its message cannot be shown)"
+    return shorten(text)
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning and a note of how much is left out."""
+    more = len(text) - MESSAGE_CHARACTERS
+    return text if more <= 0 else f"{text[:MESSAGE_CHARACTERS]}\n... {more:,} more characters are left out"
 
 
 def render_failure(rank: int, ranks: int, kind: str, message: str, frames: Iterable[tuple[str, int, str]]) -> str:
@@ -136,17 +166,28 @@ def own_frames(frames: Iterable[tuple[str, int, str]]) -> list[tuple[str, int, s
     """The learner's frames of a traceback: this library's left out, Python's and installed packages' too unless nothing else is
     there.
     """
-    frames = [f for f in frames if not os.path.abspath(f[0]).startswith(_HERE + os.sep) and not f[0].startswith("<frozen")]
+    frames = [f for f in frames if not _absolute(f[0]).startswith(_HERE + os.sep) and not f[0].startswith("<frozen")]
     own = [
         f for f in frames if not f[0].startswith(_PYTHON) and not any(part in f[0].replace(os.sep, "/") for part in _INSTALLED)
     ]
     return own or frames
 
 
+def _absolute(file: str) -> str:
+    try:
+        return os.path.abspath(file)
+    except OSError:  # the working folder is gone
+        return file
+
+
 def explain_mismatch(first: Call, second: Call) -> str:
     """Two calls that met and do not fit, both sides named; the sender first, whoever of the two came second and noticed."""
     first, second = sorted((first, second), key=lambda call: "send" not in call.op)
     differ = []
+    if first.op != second.op and (first.shape is None or second.shape is None):  # not two messages: a barrier, a split
+        text = f"the calls differ, {first.op} and {second.op}"
+        advice = "Every rank of a communicator must make the same calls in the same order."
+        return f"two calls meet and do not fit: {text}\n  {describe(first)}\n  {describe(second)}\n{advice}"
     if first.tag != second.tag:
         differ.append(f"the tags differ, {first.tag} and {second.tag}")
     if first.dtype != second.dtype:

@@ -128,13 +128,19 @@ class Failure:
     def limit(cls, ranks: list[int], seconds: float) -> "Failure":
         return cls(ranks[0] if ranks else None, "limit", f"{seconds:g}", asks=tuple(ranks))
 
-    def at(self, where: Mapping[int, str]) -> "Failure":
-        """The verdict with the places at which the blamed ranks are."""
+    def at(self, where: Mapping[int, str], stopped: Collection[int] = ()) -> "Failure":
+        """The verdict with the places at which the blamed ranks are; `stopped`: those whose processes a signal holds."""
         places = {r: place(*frames[0]) if (frames := frames_of(text)) else "" for r, text in where.items()}
         if self.kind == "timeout":
-            text = "\n".join(explain_straggler(r, float(self.message), self.others, places[r]) for r in self.asks)
+            text = "\n".join(
+                explain_straggler(
+                    r, float(self.message), self.others, places[r], native=_in_torchs_own(where[r]), stopped=r in stopped
+                )
+                for r in self.asks
+            )
         else:
-            rows = [f"  rank {r} was at {places[r] or 'an unknown line'}" for r in self.asks]
+            held = " (its process is stopped: SIGSTOP, or a debugger)"
+            rows = [f"  rank {r} was at {places[r] or 'an unknown line'}{held if r in stopped else ''}" for r in self.asks]
             text = "\n".join([f"the run was not over after {self.message} s (limit=); still at work:", *rows])
         return replace(self, message=text, asks=())
 
@@ -153,6 +159,11 @@ def frames_of(dump: str) -> list[tuple[str, int, str]]:
     """The learner's frames, innermost first, of what faulthandler printed."""
     found = re.findall(r'File "(.*)", line (\d+) in (.*)', dump.rpartition("most recent call first")[2])
     return [(f, n, name) for f, n, name in own_frames([(f, int(n), name) for f, n, name in found])]
+
+
+def _in_torchs_own(dump: str) -> bool:
+    """Whether faulthandler found the rank inside torch.distributed."""
+    return "/torch/distributed/" in dump.rpartition("most recent call first")[2].replace(os.sep, "/")
 
 
 def choose(failures: Mapping[int, Failure], ranks: int) -> Failure:

@@ -11,6 +11,7 @@ Reference: `multiprocessing`'s forkserver; prctl(2), PR_SET_CHILD_SUBREAPER and 
 """
 
 import contextlib
+import errno
 import gc
 import glob
 import importlib
@@ -25,10 +26,11 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 
 from .machine import SESSION_MARK
 
-__all__ = ["EXITED", "KILL", "REFUSED", "REPORT", "STARTED", "Server", "main"]
+__all__ = ["EXITED", "KILL", "REFUSED", "REPORT", "STARTED", "Server", "existing_folder", "main"]
 
 REPORT = struct.Struct("<iii")  # (what, rank, value); the same shape both ways
 STARTED, EXITED, REFUSED = 1, 2, 4  # to the owner: value is the process id, the wait status, or why there is no process (errno)
@@ -51,31 +53,48 @@ OWN = ("worker", "transport", "messages", "buffers", "book", "ship", "machine", 
 
 def main(fd: int, *, warm: bool) -> None:
     """Serve the owner at the other end of `fd` until it closes."""
-    server = Server(socket.socket(fileno=fd))
+    server, code = None, 1
     try:
+        server = Server(socket.socket(fileno=fd))
         if warm:
             preload()
         server.say_ready()
         server.loop()
+        code = 0
+    except SystemExit:
+        code = 0
+    except BaseException:  # the owner reads this, if we are not ready yet
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
     finally:
-        server.end_all()
-        os._exit(0)
+        if server is not None:
+            server.end_all()
+        os._exit(code)
 
 
 def preload() -> None:
     """Import what a first training step would import, so that ranks share it; then keep the collector's hands off it."""
-    before = os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()
-    )  # or importing torch._dynamo makes a folder there
+    asked = "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    if not asked:  # or importing torch._dynamo makes a folder
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = existing_folder()
     for name in WARM:
-        with contextlib.suppress(ImportError):  # a module that this release of torch lacks is not needed either
+        with contextlib.suppress(Exception):  # a module that this release of torch lacks, or that cannot be had on this machine
             importlib.import_module(name)
-    if before == tempfile.gettempdir():
+    if not asked:
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for name in OWN:
         importlib.import_module(f"fourwalls.ranks.{name}")
     gc.collect()
     gc.freeze()
+
+
+def existing_folder() -> str:
+    """The folder for temporary files; the root where none can be written to, so that making it again does nothing."""
+    try:
+        return tempfile.gettempdir()
+    except OSError:
+        return os.sep
 
 
 class Session:
@@ -146,10 +165,16 @@ class Server:
         for name in order["modules"]:
             with contextlib.suppress(Exception):  # the rank that needs it will say what is wrong
                 importlib.import_module(name)
+        if not fds:
+            return False
         session = Session(socket.socket(fileno=fds[0]), f"{self.pid}.{time.monotonic_ns()}")
         os.environ[SESSION_MARK] = session.mark  # ranks and whatever they start inherit it
         self.sessions[session.channel.fileno()] = session
         ranks = order["ranks"]
+        if len(fds) < 3 + ranks * len(FDS):  # the kernel has left out what would not fit under our limit of open files
+            for rank in range(ranks):
+                session.tell(REFUSED, rank, errno.EMFILE)
+            ranks = 0
         gc.collect()
         gc.freeze()
         for rank in range(ranks):

@@ -10,6 +10,7 @@ Reference: forkserver.py, the other end.
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import socket
@@ -19,11 +20,14 @@ import tempfile
 from . import forkserver
 from .book import Book, book_bytes
 from .comm import CommError
-from .servers import Server, ServerError, interpreter_flags
+from .machine import loopback_interface
+from .servers import Server, ServerError, interpreter_flags, search_path
 
-__all__ = ["Session", "open_session", "start_method"]
+__all__ = ["Session", "check_loopback", "open_session", "start_method"]
 
 CLOSE_SECONDS = 3.0  # for a server to end a session
+LOOPBACK_SECONDS = 1.5  # for this machine to answer itself
+FILES_PER_RANK, FILES_BESIDES = 6, 10  # a socket and two pipes, both ends, and what a session needs apart from its ranks
 
 
 def start_method(asked: str | None, backend: str) -> str:
@@ -45,8 +49,7 @@ def start_method(asked: str | None, backend: str) -> str:
 
 def open_session(ranks: int, *, method: str, env: dict, modules: list[str]) -> "Session":
     """Start `ranks` processes. `modules`: what the fork server should import first. CommError if none can be started."""
-    path = [p for p in sys.path if isinstance(p, str)]
-    order = {"ranks": ranks, "fresh": method == "spawn", "env": env, "path": path, "flags": interpreter_flags()}
+    order = {"ranks": ranks, "fresh": method == "spawn", "env": env, "path": search_path(), "flags": interpreter_flags()}
     order["modules"] = modules if method == "fork" else []
     for attempt in (1, 2):
         session = Session(ranks)
@@ -56,6 +59,8 @@ def open_session(ranks: int, *, method: str, env: dict, modules: list[str]) -> "
             return session
         except OSError as error:  # the server was killed since the last run: a new one, once
             session.close()
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise CommError(_too_many_files(ranks)) from None
             if attempt == 2 or isinstance(error, ServerError):
                 raise CommError(f"no rank can be started: {error}") from None
         except BaseException:
@@ -65,18 +70,43 @@ def open_session(ranks: int, *, method: str, env: dict, modules: list[str]) -> "
 
 
 class Session:
-    """A group of running ranks."""
+    """A group of running ranks. CommError where the system does not give what they need; nothing is then left open."""
 
     def __init__(self, ranks: int):
+        check_loopback()
+        with contextlib.ExitStack() as undo:
+            try:
+                self._open(ranks, undo)
+            except OSError as error:
+                undo.close()
+                few = error.errno in (errno.EMFILE, errno.ENFILE)
+                raise CommError(_too_many_files(ranks) if few else f"no rank can be started: {error}") from None
+            undo.pop_all()
+
+    def _open(self, ranks: int, undo: contextlib.ExitStack) -> None:
+        def sockets() -> tuple:
+            pair = socket.socketpair()
+            for end in pair:
+                undo.callback(end.close)
+            return pair
+
+        def pipe() -> tuple:
+            ends = os.pipe()
+            for end in ends:
+                undo.callback(os.close, end)
+            return ends
+
         self.ranks, self.pids = ranks, {}
-        self.channel, self._theirs = socket.socketpair()
-        pairs = [socket.socketpair() for _ in range(ranks)]
+        self.channel, self._theirs = sockets()
+        pairs = [sockets() for _ in range(ranks)]
         self.sockets = [mine for mine, _ in pairs]
-        outputs, wheres = [os.pipe() for _ in range(ranks)], [os.pipe() for _ in range(ranks)]
+        outputs, wheres = [pipe() for _ in range(ranks)], [pipe() for _ in range(ranks)]
         self.outputs, self.wheres = [r for r, _ in outputs], [r for r, _ in wheres]
         memory = _nameless(book_bytes(ranks))
+        undo.callback(os.close, memory)
         self.book = Book(mmap.mmap(memory, book_bytes(ranks)), ranks)
-        self._listener = socket.socket()
+        undo.callback(self.book.close)
+        self._listener = undo.enter_context(socket.socket())
         self._listener.bind(("127.0.0.1", 0))  # the system chooses the port
         self._listener.listen(ranks + 8)
         self.port = self._listener.getsockname()[1]
@@ -133,6 +163,37 @@ class Session:
                 os.close(fd)
         self.outputs = self.wheres = ()
         self.book.close()
+
+
+def check_loopback() -> None:
+    """CommError unless this machine answers itself at 127.0.0.1, where ranks meet."""
+    try:
+        with socket.socket() as listener, socket.socket() as caller:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+            caller.settimeout(LOOPBACK_SECONDS)
+            caller.connect(listener.getsockname())
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return  # for whoever counts the files
+        name = loopback_interface() or "lo"
+        fix = f"ip link set {name} up" if sys.platform.startswith("linux") else f"ifconfig {name} up"
+        raise CommError(
+            f"no rank can be started: this machine does not answer itself at 127.0.0.1 (interface {name}): {error}\n"
+            f"  Ranks meet there. Bring the interface up with `{fix}` (as administrator), or let the firewall pass it."
+        ) from None
+
+
+def _too_many_files(ranks: int) -> str:
+    import resource  # not on Windows, where this file must load all the same
+
+    try:
+        have = len(os.listdir("/dev/fd"))
+    except OSError:
+        have = 0
+    need, limit = have + FILES_PER_RANK * ranks + FILES_BESIDES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    who = "1 rank needs" if ranks == 1 else f"{ranks} ranks need"
+    return f"no rank can be started: {who} about {need} open files, the limit is {limit}; raise it with `ulimit -n {2 * need}`"
 
 
 def _nameless(size: int) -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "SESSION_MARK",
     "allowed_cores",
     "gpu_count",
+    "is_stopped",
     "loopback_interface",
     "oom_kills",
     "seed_everything",
@@ -80,6 +81,15 @@ def oom_kills() -> int | None:
         except (OSError, ValueError):
             continue
     return None
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a signal (SIGSTOP) or a debugger has stopped this process; False where the system does not say."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")
 
 
 def seed_of(seed: int, rank: int) -> int:

@@ -85,7 +85,7 @@ class _RankOutput:
         self.lines: list[str] = []
         self.shown_bytes = self.more_lines = self.more_bytes = self.kept_bytes = 0
         self.path: Path | None = None
-        self.file = None
+        self.file, self.full = None, False
         self.partial = ""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -118,7 +118,7 @@ class _RankOutput:
         self.more_lines += data.count(b"\n")
         self.more_bytes += len(data)
         room = FILE_BYTES - self.kept_bytes
-        if room <= 0 or not data:
+        if room <= 0 or not data or self.full:
             return
         try:
             if self.file is None:
@@ -128,8 +128,10 @@ class _RankOutput:
                 self.file = self.path.open("wb")
             self.file.write(data[:room])
             self.kept_bytes += min(room, len(data))
-        except OSError:  # no disk: the text is lost, the run is not
-            self.kept_bytes = FILE_BYTES
+        except OSError:  # no disk, or no folder for temporary files: the text is lost, the run is not
+            self.full = True
+            if self.file is None:
+                self.path = None
 
     def finish(self, failed: bool) -> list[str]:
         """The lines that come at the end. A run that failed has no `run.files`, so its note says the path."""
@@ -142,7 +144,7 @@ class _RankOutput:
             self.file = None
         if self.more_lines:
             note = f"... {self.more_lines:,} more lines ({self.more_bytes:,} bytes)"
-            if self.more_bytes > self.kept_bytes:
+            if self.path and self.more_bytes > self.kept_bytes:
                 note += f", of which the first {self.kept_bytes:,} bytes are"
             place = self.path if failed else f"run.files[{self.rank}]"
             note += f" in the file {place}, until this notebook or script ends" if self.path else " were not kept"

@@ -48,6 +48,6 @@ def _short(file: str) -> str:
     """The path from the working folder where that is shorter, else as it is."""
     try:
         relative = os.path.relpath(file)
-    except ValueError:  # another drive
+    except (ValueError, OSError):  # another drive; a working folder that was removed
         return file
     return relative if len(relative) < len(file) and not relative.startswith(os.pardir) else file

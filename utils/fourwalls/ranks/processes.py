@@ -8,16 +8,19 @@ that carries their messages and ends a run that went wrong is in supervise.py, a
 Reference: DESIGN, "The rank program".
 """
 
+import math
+import numbers
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from .arguments import rank_arguments
+from .arguments import rank_arguments, whole_seed
 from .cluster import run_cluster
 from .comm import RankError
 from .diagnose import explain_unwaited, outside
+from .forkserver import existing_folder
 from .launch import open_session, start_method
 from .machine import gpu_count, loopback_interface, threads_per_rank, under_torchrun
 from .output import Output
@@ -31,6 +34,7 @@ __all__ = ["MAX_RANKS", "Pool", "run_processes"]
 
 MAX_RANKS = 64
 BACKENDS = ("gloo", "nccl")
+LONGEST = 10**6  # seconds that a wait can be allowed: eleven days
 
 
 def run_processes(
@@ -51,13 +55,13 @@ def run_processes(
 ) -> Run:
     """Run `program(comm, *args, **kwargs)` on `ranks` fresh processes.
 
-    timeout: seconds the ranks may wait for one that computes. limit: seconds for the whole run. backend: "gloo", "nccl", or
-    None: nccl where each rank can have a GPU of its own. threads: per rank (default: allowed cores / ranks). env: further
-    environment variables. Arguments and results travel as copies, tensors to and from the CPU.
+    timeout: seconds the ranks may wait for one that computes. limit: seconds for the whole run, or math.inf.
+    backend: "gloo", "nccl", or None: nccl where each rank can have a GPU of its own. threads: per rank (default: allowed
+    cores / ranks). env: further environment variables. Arguments and results travel as copies, tensors to and from the CPU.
     start: "fork" or "spawn" (default: fork where it is safe). Under torchrun this process is one of the ranks it has started.
     Raises ValueError for bad arguments, before anything starts; DeadlockError, MismatchError, RankError; KeyboardInterrupt.
     """
-    kwargs = kwargs or {}
+    kwargs, seed = kwargs or {}, whole_seed(seed)
     if under_torchrun():  # the same script on many nodes: torchrun has started the ranks, and says how many
         return run_cluster(program, args, kwargs, seed=seed, timeout=timeout, checks=checks, backend=backend, threads=threads)
     check_count(ranks)
@@ -100,12 +104,14 @@ class Pool:
 
     def __init__(self, *, ranks=4, timeout=30.0, limit=600.0, backend=None, threads=None, env=None, start=None):
         check_count(ranks)
-        for name, value in (("timeout", timeout), ("limit", limit)):
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-                raise ValueError(f"{name}={value!r}: a number of seconds above 0")
+        for name, value, most in (("timeout", timeout, LONGEST), ("limit", limit, math.inf)):
+            if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < value <= most:
+                upto = f", at most {most}" if most < math.inf else "; math.inf for no limit"
+                raise ValueError(f"{name}={value!r}: a number of seconds above 0{upto}")
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ValueError(f"threads={threads!r}: a whole number of at least 1, or None for allowed cores / ranks")
-        self.ranks, self.timeout, self.limit = ranks, timeout, limit
+        check_environment(env)
+        self.ranks, self.timeout, self.limit = ranks, float(timeout), float(limit)
         self.backend = choose_backend(backend, ranks)
         self.threads = threads or threads_per_rank(ranks)
         self.method = start_method(start, self.backend)
@@ -127,7 +133,7 @@ class Pool:
         """`last`: the ranks end with this program, by themselves."""
         if self._closed:
             raise ValueError("this pool is closed (a program failed in it, or its `with` block has ended); open a new one")
-        began = time.perf_counter()
+        began, seed = time.perf_counter(), whole_seed(seed)
         rank_arguments(program, args, kwargs, self.ranks)
         common, own = pack_program(program, args, kwargs, self.ranks)
         output = Output(self.ranks, stream=stream, scratch=scratch_folder)
@@ -178,6 +184,19 @@ def _unpack(rank: int, data: bytes):
         raise RankError(text, rank=rank, kind=type(error).__name__) from None
 
 
+def check_environment(env) -> None:
+    """ValueError unless `env` could be an environment: names without "=", texts (or numbers) as values, no zero byte."""
+    if env is None:
+        return
+    if not isinstance(env, Mapping):
+        raise ValueError(f"env={env!r}: a dict of names and values, such as {{'OMP_NUM_THREADS': '1'}}")
+    for name, value in env.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise ValueError(f"env: the name {name!r}; a name is a text without '=' and without a zero byte")
+        if not isinstance(value, (str, numbers.Real)) or "\0" in str(value):
+            raise ValueError(f"env: {name}={value!r}; a value is a text without a zero byte")
+
+
 def _environment(threads: int, extra: dict | None) -> dict:
     """The ranks' environment: the caller's, with threads and the loopback interface set, then `extra`."""
     env = dict(os.environ) | quiet()
@@ -185,7 +204,9 @@ def _environment(threads: int, extra: dict | None) -> dict:
     loopback = loopback_interface()
     if loopback and "GLOO_SOCKET_IFNAME" not in env:
         env["GLOO_SOCKET_IFNAME"] = loopback  # never look up the machine's own name
-    env |= {str(k): str(v) for k, v in (extra or {}).items()}
+    if existing_folder() == os.sep:  # nowhere to write: torch's optimizers would make a folder for compiled code when imported
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.sep)
+    env |= {k: str(v) for k, v in (extra or {}).items()}
     return env
 
 

@@ -9,7 +9,7 @@ Reference: DESIGN, "The rank program".
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ __all__ = ["PerRank", "Run", "per_rank"]
 
 def per_rank(items: Sequence) -> "PerRank":
     """`fw.run(program, fw.per_rank([a, b]), ranks=2)` calls `program(comm, a)` on rank 0 and `program(comm, b)` on rank 1."""
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise ValueError(f"per_rank({items!r}): a list with one item for each rank")
     return PerRank(items)
 
 

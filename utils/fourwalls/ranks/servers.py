@@ -25,9 +25,10 @@ from pathlib import Path
 
 from .machine import under_torchrun
 
-__all__ = ["Server", "ServerError", "interpreter_flags", "prewarm", "quiet", "scratch_folder"]
+__all__ = ["Server", "ServerError", "interpreter_flags", "prewarm", "quiet", "scratch_folder", "search_path"]
 
 START_SECONDS = 120  # importing torch from a cold disk
+SAID_LINES = 12  # of a server that could not start, its last
 
 
 class ServerError(OSError):
@@ -100,18 +101,28 @@ class Server:
         self.control, theirs = socket.socketpair()
         code = "import json, sys; fd, warm, sys.path[:] = json.loads(sys.argv[1]); "
         code += "from fourwalls.ranks.forkserver import main; main(fd, warm=warm)"
-        words = json.dumps([theirs.fileno(), warm, [p for p in sys.path if isinstance(p, str)]])
+        words = json.dumps([theirs.fileno(), warm, search_path()])
         one = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")} | quiet()
-        self.process = subprocess.Popen(
+        try:
+            self.process = self._start(code, words, theirs.fileno(), one)
+        except BaseException:
+            self.control.close()
+            raise
+        finally:
+            theirs.close()
+
+    @staticmethod
+    def _start(code: str, words: str, theirs: int, one: dict) -> subprocess.Popen:
+        return subprocess.Popen(
             [sys.executable, *interpreter_flags(), "-c", code, words],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs],
             start_new_session=True,
+            cwd="/",  # ours may have been removed, or be somebody's to remove
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | one,  # C's streams: see worker.py
         )
-        theirs.close()
 
     def usable(self) -> bool:
         return self.process.poll() is None
@@ -126,9 +137,11 @@ class Server:
         except TimeoutError:
             self.close()
             raise ServerError(f"the fork server was not ready after {START_SECONDS} s") from None
+        except OSError:  # it has ended
+            said = b""
         self.control.settimeout(None)
         if said != b"ready":
-            words = self.process.stderr.read().decode(errors="replace").strip()
+            words = "\n".join(self.process.stderr.read().decode(errors="replace").strip().splitlines()[-SAID_LINES:])
             self.close()
             raise ServerError("the fork server could not start" + (f":\n{words}" if words else ""))
         self.process.stderr.close()
@@ -163,6 +176,16 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def search_path() -> list[str]:
+    """sys.path as it reads from any folder: what is relative to ours is made absolute, or left out if ours is gone."""
+    found = []
+    for entry in sys.path:
+        if isinstance(entry, str):
+            with contextlib.suppress(OSError):
+                found.append(os.path.abspath(entry))
+    return found
 
 
 def quiet() -> dict:

@@ -26,7 +26,7 @@ from .comm import CommError
 from .failures import Failure, choose, interrupted, to_error
 from .forkserver import EXITED, REFUSED
 from .launch import Session
-from .machine import oom_kills
+from .machine import is_stopped, oom_kills
 from .output import Output
 from .watch import Watch
 
@@ -46,7 +46,11 @@ class Group:
 
     def __init__(self, session: Session, timeout: float, limit: float):
         self.session, self.timeout, self.limit, self.ranks = session, timeout, limit, session.ranks
-        self.selector = selectors.DefaultSelector()
+        try:
+            self.selector = selectors.DefaultSelector()
+        except OSError as error:  # too many open files
+            session.close()
+            raise CommError(f"no rank can be started: {error}") from None
         self.inbox = [bytearray() for _ in range(self.ranks)]
         self.outbox: list[list[memoryview]] = [[] for _ in range(self.ranks)]
         self.where = [b""] * self.ranks
@@ -152,7 +156,8 @@ class Group:
                 sizes, changed = now, time.monotonic()
             elif all(now) and time.monotonic() > changed + 2 * TICK:
                 break
-        return verdict.at({r: self.where[r].decode(errors="replace") for r in verdict.asks})
+        stopped = {r for r in verdict.asks if is_stopped(self.session.pids.get(r))}
+        return verdict.at({r: self.where[r].decode(errors="replace") for r in verdict.asks}, stopped)
 
     def fail(self, failure: Failure) -> None:
         """End the run because of this failure: release everybody, then raise it."""

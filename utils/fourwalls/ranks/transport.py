@@ -140,7 +140,7 @@ class ProcessComm(Comm):
         world.counts[channel] = n + 1
         text = b""
         if self.checks:
-            signature = "" if internal else f"{_DTYPES[x.dtype]} {tuple(x.shape)}"
+            signature = op if internal else f"{_DTYPES[x.dtype]} {tuple(x.shape)}"
             text = lines.write_text(op, signature, message.site)
         key = (0, 0) if world.by_order else (context, tag)
         if world.by_order:  # NCCL matches by order alone, so the tag is compared, not searched for

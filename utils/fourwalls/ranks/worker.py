@@ -33,6 +33,10 @@ __all__ = ["Channel", "main", "serve"]
 _LENGTH = struct.Struct("<Q")
 
 
+class SupervisorGone(EOFError):
+    """The other end of the channel has closed. A kind of its own: a program may raise EOFError too."""
+
+
 class Channel:
     """Whole objects over a stream socket, blocking."""
 
@@ -45,7 +49,7 @@ class Channel:
         self.socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> tuple:
-        """The next message; EOFError when the other side is gone."""
+        """The next message; SupervisorGone when the other side is gone."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         return pickle.loads(self._exactly(length))
 
@@ -55,7 +59,7 @@ class Channel:
         while have < size:
             got = self.socket.recv_into(view[have:])
             if not got:
-                raise EOFError
+                raise SupervisorGone
             have += got
         return data
 
@@ -72,7 +76,7 @@ def main(rank: int, ranks: int, fds: dict[str, int]) -> None:
         _surface(fds)
         serve(rank, ranks, fds)
         code = 0
-    except EOFError:
+    except SupervisorGone:
         pass  # the supervisor is gone, and the launcher is about to end us
     except BaseException:
         traceback.print_exc()
@@ -106,7 +110,7 @@ def serve(rank: int, ranks: int, fds: dict[str, int]) -> None:
             channel.send("ready", {})
             _, start = channel.receive()
             answer = _run(world, program, args, kwargs, seed=seed, checks=checks, start=start)
-        except EOFError:
+        except SupervisorGone:
             raise
         except BaseException as error:
             answer = ("failed", _report(error, rank))
@@ -242,17 +246,11 @@ def _run(world, program, args, kwargs, *, seed: int, checks: bool, start: int) -
 def _report(error: BaseException, rank: int) -> dict:
     """What the supervisor needs to tell of this failure, in plain types."""
     from .comm import CommError
-    from .diagnose import own_frames
+    from .diagnose import message_of, own_frames, shorten
     from .transport import PeerLost
 
     frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be shown)"
-    message = "\n".join([message, *getattr(error, "__notes__", [])])
-    if isinstance(error, KeyError):
-        message = f"key {message} is not there"
+    message = message_of(error)
     lost = isinstance(error, PeerLost) or (isinstance(error, RuntimeError) and _is_connection(message))
     shipped = None
     if isinstance(error, CommError) and not lost:
@@ -263,11 +261,18 @@ def _report(error: BaseException, rank: int) -> dict:
         "kind": type(error).__name__,
         "message": message,
         "frames": own_frames(frames),
-        "text": "".join(traceback.format_exception(error)),
+        "text": shorten(_traceback(error)),
         "when": time.perf_counter_ns(),
         "lost": lost,
         "error": shipped,
     }
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # its own methods have failed
+        return type(error).__name__
 
 
 def _is_connection(message: str) -> bool:
