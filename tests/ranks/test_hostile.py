@@ -141,6 +141,30 @@ def test_without_a_folder_for_temporary_files_the_root_is_named(monkeypatch):
     assert forkserver.existing_folder() == os.sep
 
 
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux sets the limits of another process")
+def test_a_server_that_may_not_open_so_many_files_says_so_and_goes_on():
+    """The kernel hands over as many of the files as fit, without an error: fewer than asked for is no run of fewer ranks."""
+    fw.run(lambda comm: None, ranks=1)
+    server = servers.Server.current(warm=True).process.pid
+    before = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (24, before[1]))
+    try:
+        with pytest.raises(CommError, match="could not be started: Too many open files"):
+            fw.run(lambda comm: None, ranks=16)
+    finally:
+        resource.prlimit(server, resource.RLIMIT_NOFILE, before)
+    assert fw.run(lambda comm: comm.rank, ranks=4).values == [0, 1, 2, 3]
+    assert servers.Server.current(warm=True).process.pid == server
+
+
+def test_the_server_finds_what_lies_relative_to_our_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "more", "/lib", 5])
+    assert servers.search_path() == [str(tmp_path), str(tmp_path / "more"), "/lib"]
+    monkeypatch.setattr(os, "getcwd", lambda: (_ for _ in ()).throw(FileNotFoundError()))
+    assert servers.search_path() == ["/lib"]
+
+
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_the_working_folder_was_removed(start, tmp_path):
     code = f"""

@@ -581,6 +581,8 @@ def test_bad_arguments_are_refused_before_anything_starts():
         fw.simulate(lambda comm: None, 1)
     with pytest.raises(ValueError, match="3 items for 2 ranks"):
         fw.simulate(lambda comm, x: None, fw.per_rank([1, 2, 3]), ranks=2)
+    with pytest.raises(ValueError, match="seed"):
+        fw.simulate(lambda comm: None, seed="x")
     with pytest.raises(ValueError, match="did you mean a100-selene"):
         fw.simulate(lambda comm: None, cluster="a100-seleen")
 

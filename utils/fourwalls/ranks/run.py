@@ -33,12 +33,13 @@ def run(
 
     seed      each rank's torch generator starts from (seed, rank)
     timeout   seconds that a rank may wait for the others before the run ends and the one they wait for is named
-    limit     seconds that the whole run may take
+    limit     seconds that the whole run may take; math.inf: as long as it likes
     checks    False: no checks of shapes, dtypes and pending buffers (for benchmarks)
     backend   "gloo" or "nccl"; None: nccl where every rank can have a GPU, else gloo
     threads   torch threads in each rank; None: allowed cores / ranks, at least 1
     stream    False: ranks' output is kept in run.outputs and not shown
     start     "fork" or "spawn"; None: fork from a warm server where that is safe
+    env       further environment variables of the ranks, names and texts
     An argument wrapped in fw.per_rank([...]) gives each rank its own item. Functions travel by value; results come back
     pickled, and nothing in this process is changed by the ranks. Raises ValueError before anything starts; RankError,
     DeadlockError or MismatchError after.

@@ -23,7 +23,7 @@ import torch
 
 from ..cost.hardware import get_cluster
 from .agreement import Table
-from .arguments import rank_arguments
+from .arguments import rank_arguments, whole_seed
 from .comm import CommError, DeadlockError, MismatchError, RankError
 from .diagnose import explain_deadlock, explain_failure, explain_unanswered, explain_unwaited, message_of, outside
 from .failures import interrupted
@@ -118,6 +118,7 @@ def simulate_ranks(
         raise ValueError(f"clock={clock!r}: one of {', '.join(CLOCKS)}")
     cluster = get_cluster("a100-selene" if cluster is None else cluster)
     given = rank_arguments(program, args, kwargs, ranks)
+    seed = whole_seed(seed)
     world = _World(ranks, cluster, seed, checks, clock, on_message)
     everyone = tuple(range(ranks))
     values = [None] * ranks
