@@ -10,6 +10,7 @@ Reference: Kingma and Ba 2014 (arXiv:1412.6980); Loshchilov and Hutter 2017 (arX
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -45,7 +46,7 @@ def sgd_(p, g, momentum_buffer=None, *, lr=1e-2, momentum=0.0, weight_decay=0.0)
     p.add_(g, alpha=-lr)
 
 
-class _Optimizer:
+class _Optimizer(ABC):
     """`param_groups`: dicts with "params" and options; `state[p]`: a dict of tensors and the step. As torch.optim names them."""
 
     def __init__(self, params: Iterable, **options):
@@ -75,11 +76,13 @@ class _Optimizer:
         if not group["lr"] >= 0:
             raise ValueError(f"lr is {group['lr']!r}; it is at least 0")
 
+    @abstractmethod
     def _start(self, p: torch.Tensor, group: dict) -> dict:
-        raise NotImplementedError
+        """The state of one parameter before its first step."""
 
+    @abstractmethod
     def _update(self, p: torch.Tensor, state: dict, group: dict) -> None:
-        raise NotImplementedError
+        """One step of one parameter, in place."""
 
     def zero_grad(self) -> None:
         """Forget the gradients: set to None, so that their memory is free until the next backward."""
