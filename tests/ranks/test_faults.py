@@ -425,7 +425,7 @@ def test_what_a_rank_leaves_behind_is_ended():
     with fw.pool(ranks=2) as other:  # also while other ranks of this process live on
         other.run(lambda comm: None)
         fw.run(program, ranks=2)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and words in p.info["cmdline"]]
+        assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and words in p.info["cmdline"]]
 
 
 def test_input_is_refused_at_once():
