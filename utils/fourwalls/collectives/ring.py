@@ -19,11 +19,12 @@ from ..ranks.comm import Comm
 from .agree import agree, agree_gather, check_root
 from .chunks import cut, finish, flat_input, gather_layout, result_buffer, segment_count, segments, working_copy
 from .reductions import combine, get_reduction
+from .scratch import scratch
 
 __all__ = ["SEGMENT_BYTES", "all_gather", "all_reduce", "all_reduce_blocking", "barrier", "broadcast", "reduce", "reduce_scatter"]
 
-SEGMENT_BYTES = 4 * 2**20  # large enough to hide what a call costs, small enough to leave several segments a chunk
-AHEAD = 3  # receives posted ahead: one is being added, one arrives, one waits so that the wire never does
+SEGMENT_BYTES = 3 * 2**20  # large enough to hide what a call costs, small enough to leave several segments a chunk
+AHEAD = 4  # receives posted ahead: one is being added, one arrives, the others wait so that the wire never does
 
 
 def all_reduce(
@@ -42,11 +43,15 @@ def all_reduce(
     return finish(flat, x.shape, out)
 
 
-def reduce_scatter(comm: Comm, x: torch.Tensor, *, op: str = "sum", segment_bytes: int | None = SEGMENT_BYTES) -> torch.Tensor:
-    """Rank r returns chunk r of the flattened reduction, (about S/n,). Each rank sends n-1 chunks."""
+def reduce_scatter(
+    comm: Comm, x: torch.Tensor, *, op: str = "sum", segment_bytes: int | None = SEGMENT_BYTES, overwrite: bool = False
+) -> torch.Tensor:
+    """Rank r returns chunk r of the flattened reduction, (about S/n,). Each rank sends n-1 chunks. overwrite: `x` is not needed
+    afterwards; partial sums are made in its memory, and nothing is copied.
+    """
     reduction = get_reduction(op, x.dtype)
     agree(comm, "reduce_scatter", x, algorithm="ring", op=op, segment_bytes=segment_bytes)
-    flat = working_copy(x)
+    flat = flat_input(x) if overwrite else working_copy(x)
     chunks = cut(flat, comm.size)
     _circulate(comm, chunks, comm.rank - 1, comm.size - 1, 0, reduction, _count(flat, comm.size, segment_bytes))
     return chunks[comm.rank].clone()  # memory of its own: the working copy can go
@@ -156,18 +161,23 @@ def _circulate(comm, chunks, first, adding, placing, reduction, count):
     n, steps = comm.size, adding + placing
     if n == 1:
         return
-    right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
     pieces = [segments(chunk, count) for chunk in chunks]
     arrivals = [(s, (first - s - 1) % n, k) for s in range(steps) for k in range(count)]
     ahead = min(AHEAD, (adding or placing) * count)
-    scratch = [torch.empty_like(pieces[0][0]) for _ in range(ahead)] if adding else []
+    with scratch(comm, pieces[0][0], ahead if adding else 0) as room:
+        _go_round(comm, pieces, first % n, arrivals, adding, steps, ahead, reduction, room)
+
+
+def _go_round(comm, pieces, first, arrivals, adding, steps, ahead, reduction, room):
+    n = comm.size
+    right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
     leaving = {}  # (chunk, segment) -> the send that still reads it
 
     def post(i):
         """Begin the receive of arrival i: into scratch if it will be added, else straight into its place."""
         step, c, k = arrivals[i]
         if step < adding:
-            target = scratch[i % ahead][: pieces[c][k].numel()]
+            target = room[i % ahead][: pieces[c][k].numel()]
         else:
             target = pieces[c][k]
             if (c, k) in leaving:  # our partial sum must have left this place; it has, long ago, so this hardly ever waits
@@ -175,8 +185,8 @@ def _circulate(comm, chunks, first, adding, placing, reduction, count):
         return target, comm.irecv(target, left)
 
     posted = deque(post(i) for i in range(ahead))  # before the first send: data then finds its place waiting
-    for k, piece in enumerate(pieces[first % n]):
-        leaving[first % n, k] = comm.isend(piece, right)
+    for k, piece in enumerate(pieces[first]):
+        leaving[first, k] = comm.isend(piece, right)
     for i, (step, c, k) in enumerate(arrivals):
         target, request = posted.popleft()
         request.wait()
@@ -197,26 +207,30 @@ def _pass_on(comm, flat, place, reduction, segment_bytes):
     """Segments of `flat` move along a chain in which this rank is number `place`, from 0 to n-1; with a reduction each rank
     adds its own.
     """
-    n, count = comm.size, segment_count(flat.numel(), flat.element_size(), 1, segment_bytes)
-    right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
-    pieces = segments(flat, count)
+    pieces = segments(flat, segment_count(flat.numel(), flat.element_size(), 1, segment_bytes))
+    ahead = min(AHEAD, len(pieces)) if place > 0 else 0
+    with scratch(comm, pieces[0], ahead if reduction else 0) as room:
+        _relay(comm, pieces, place, ahead, reduction, room)
+
+
+def _relay(comm, pieces, place, ahead, reduction, room):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     leaving = []
-    scratch = [torch.empty_like(pieces[0]) for _ in range(min(AHEAD, count))] if place > 0 and reduction else []
 
     def post(i):
-        target = scratch[i % len(scratch)][: pieces[i].numel()] if reduction else pieces[i]
+        target = room[i % ahead][: pieces[i].numel()] if reduction else pieces[i]
         return target, comm.irecv(target, left)
 
-    posted = deque(post(i) for i in range(min(AHEAD, count)) if place > 0)
+    posted = deque(post(i) for i in range(ahead))
     for i, piece in enumerate(pieces):
         if place > 0:
             target, request = posted.popleft()
             request.wait()
             if reduction:
                 combine(comm, reduction, piece, target)
-        if place < n - 1:
+        if place < comm.size - 1:
             leaving.append(comm.isend(piece, right))
-        if place > 0 and i + AHEAD < count:
-            posted.append(post(i + AHEAD))
+        if i + ahead < len(pieces) and place > 0:
+            posted.append(post(i + ahead))
     for request in leaving:
         request.wait()

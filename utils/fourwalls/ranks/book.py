@@ -44,6 +44,7 @@ STATEMENTS = 32  # of a rank's last collective calls that are remembered
 _LINES = 64 + SLOTS * (_KEY.size + _DETAIL_BYTES)
 _AREA = _LINES + STATEMENTS * (_STATEMENT.size + _DETAIL_BYTES)
 _TEXT = _DETAIL_BYTES - 4
+_NOTHING = bytes(4)
 
 
 class Status(NamedTuple):
@@ -68,6 +69,8 @@ class Book:
         self._memory, self._view, self.ranks, self.rank = memory, memoryview(memory), ranks, rank
         self._free = list(range(SLOTS - 1, -1, -1)) if rank is not None else []
         self._top, self._changes, self._stated = 0, 0, 0
+        if rank is not None:  # asked for on every message
+            self._own, self._own_status = self._area(rank), _HEAD + rank * _STATUS_BYTES
 
     # --- a rank writes ---------------------------------------------------------------------------------------------
     def post(self, sending: bool, peer: int, context: int, tag: int, n: int, text: bytes) -> tuple[int, bytes | None]:
@@ -78,10 +81,13 @@ class Book:
         if not self._free:
             return -1, None
         slot, memory, rank, n = self._free.pop(), self._memory, self.rank, n & 0xFFFFFFFF
-        area = self._area(rank)
+        area = self._own
         detail = area + 64 + SLOTS * _KEY.size + slot * _DETAIL_BYTES
-        text = text[:_TEXT]
-        memory[detail : detail + 4 + len(text)] = struct.pack("<BBH", 0, 0, len(text)) + text
+        if text:
+            text = text[:_TEXT]
+            memory[detail : detail + 4 + len(text)] = struct.pack("<BBH", 0, 0, len(text)) + text
+        else:
+            memory[detail : detail + 4] = _NOTHING
         pair = (rank, peer) if sending else (peer, rank)
         _KEY.pack_into(memory, area + 64 + slot * _KEY.size, n, context, tag, *pair, SEND if sending else RECV, 1, 0)
         if slot >= self._top:
@@ -107,7 +113,7 @@ class Book:
     def release(self, slot: int) -> None:
         """The message of this line is over; the line may be used again."""
         if slot >= 0:
-            self._memory[self._area(self.rank) + 64 + slot * _KEY.size + 13] = 0
+            self._memory[self._own + 64 + slot * _KEY.size + 13] = 0
             self._free.append(slot)
 
     def state(self, context: int, k: int, members: tuple[int, ...], text: bytes) -> list[tuple[int, bytes]]:
@@ -139,7 +145,7 @@ class Book:
     def say(self, state: int, now: int, slot: int = 0, unsure: bool = False) -> None:
         """Tell the supervisor what this rank does from `now` (perf_counter ns) on; `unsure`: more than this may be going on."""
         self._changes += 1
-        _STATUS.pack_into(self._memory, _HEAD + self.rank * _STATUS_BYTES, self._changes, now, state, unsure, max(slot, 0))
+        _STATUS.pack_into(self._memory, self._own_status, self._changes, now, state, unsure, slot if slot > 0 else 0)
 
     # --- the supervisor reads --------------------------------------------------------------------------------------
     def status(self, rank: int) -> Status:
