@@ -88,13 +88,16 @@ def all_reduce(comm: Comm, x: torch.Tensor, *, all_reduce: Callable = ring.all_r
     return copy_to(comm, reduce_from(comm, x, all_reduce=all_reduce), all_reduce=all_reduce)
 
 
-def all_to_all(comm: Comm, x: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor | tuple[torch.Tensor, list[int]]:
+def all_to_all(
+    comm: Comm, x: torch.Tensor, counts: Sequence[int] | None = None, *, expect: Sequence[int] | None = None
+) -> torch.Tensor | tuple[torch.Tensor, list[int]]:
     """Rows of `x` to their ranks. counts None: n equal pieces, returns as many rows; else counts[q] rows go to rank q, and the
-    counts that came are returned too. Backward: the gradients of the rows go back to where the rows came from.
+    counts that came are returned too. `expect`: as for `all_to_all_unequal`. Backward: the gradients of the rows go back to
+    where the rows came from.
     """
     if counts is None:
         return _AllToAll.apply(x, comm)
-    y, came = _AllToAllUnequal.apply(x, comm, list(counts), None)
+    y, came = _AllToAllUnequal.apply(x, comm, list(counts), expect)
     return y, came
 
 
