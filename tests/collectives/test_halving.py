@@ -1,5 +1,6 @@
 """Halving and doubling: right for every number of ranks, and exactly as cheap as the published formula says."""
 
+import inspect
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from fourwalls.collectives import halving
 from fourwalls.collectives.chunks import chunk_sizes
 from fourwalls.collectives.reductions import OPS, exact_and_bound, wrong_elements
 from fourwalls.cost.collectives import alpha_beta_seconds, collective_cost
-from fourwalls.cost.hardware import uniform
+from fourwalls.cost.hardware import Cluster, Link, uniform
 
 NETWORK = uniform(1e-6, 1e9)
 SHAPES = [(), (0,), (1,), (7,), (16,), (3, 5), (33,)]
@@ -85,6 +86,83 @@ def test_bytes_messages_and_time_equal_the_formula(collective):
         assert [trace.bytes_sent(r) for r in range(n)] == list(cost.bytes_sent), (n, numel)
         assert [trace.messages_sent(r) for r in range(n)] == list(cost.messages_sent), (n, numel)
         assert trace.makespan_ps == cost.picoseconds, (n, numel)
+
+
+def nodes_of(m, **more):
+    return Cluster("nodes", None, Link("in", 1e-6, 1e11), Link("out", 5e-6, 1e9), m, **more)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_over_nodes_too_the_replay_is_exact(collective):
+    for n, m, numel in itertools.product((2, 5, 8, 12, 16), (1, 2, 3, 4, 8), (5, 96, 101)):
+        cost = collective_cost(collective, "halving", n, numel, nodes_of(m))
+        trace = fw.simulate(COLLECTIVES[collective], numel, ranks=n, cluster=nodes_of(m)).trace
+        assert [trace.bytes_sent(r) for r in range(n)] == list(cost.bytes_sent), (n, m, numel)
+        assert trace.makespan_ps == cost.picoseconds, (n, m, numel)
+
+
+def sent_between(trace, m):
+    """Bytes that leave each rank for another node of m ranks, message by message."""
+    return [[e.bytes for e in trace.where(rank=r, kind="send") if e.peer // m != r // m] for r in range(trace.ranks)]
+
+
+def large_pieces_stay_inside(ranks=16, m=4, numel=1600):
+    """4 nodes of 4: S/2 and S/4 inside, then S/8 and S/16 between, and the same backwards."""
+    trace = fw.simulate(COLLECTIVES["all_reduce"], numel, ranks=ranks, cluster=nodes_of(m)).trace
+    assert sent_between(trace, m) == [[numel * 4 // 8, numel * 4 // 16, numel * 4 // 16, numel * 4 // 8]] * ranks
+    assert trace.makespan_ps == 2 * (10**6 + 3200 * 10 + 10**6 + 1600 * 10 + 5 * 10**6 + 800 * 1000 + 5 * 10**6 + 400 * 1000)
+
+
+def test_the_all_reduce_meets_near_partners_first():
+    large_pieces_stay_inside()
+
+
+def test_its_parts_alone_meet_far_partners_first_and_leave_chunk_r_on_rank_r():
+    """The price: half of the tensor crosses in one message (test_every_world_size checks the chunks themselves)."""
+    trace = fw.simulate(COLLECTIVES["reduce_scatter"], 1600, ranks=16, cluster=nodes_of(4)).trace
+    assert sent_between(trace, 4) == [[3200, 1600]] * 16
+    trace = fw.simulate(COLLECTIVES["all_gather"], 1600, ranks=16, cluster=nodes_of(4)).trace
+    assert sent_between(trace, 4) == [[1600, 3200]] * 16
+
+
+def averages(comm):
+    return halving.all_reduce(comm, torch.arange(8.0) + comm.rank, op="avg")
+
+
+def every_part_is_finished(n=4):
+    for value in fw.simulate(averages, ranks=n, cluster=NETWORK).values:
+        assert torch.equal(value, torch.arange(8.0) + (n - 1) / 2)
+
+
+def twin(old, new):
+    """The library's all_reduce with one piece of its source changed."""
+    text = inspect.getsource(halving)
+    assert text.count(old) == 1, old
+    names = {"__name__": halving.__name__, "__package__": halving.__package__}
+    exec(compile(text.replace(old, new), "twin", "exec"), names)
+    return names["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "check"),
+    [
+        ("seat, _distances(seats), reduction", "seat, reversed(_distances(seats)), reduction", large_pieces_stay_inside),
+        ("starts[low] : starts[high]", "starts[seat] : starts[seat + 1]", every_part_is_finished),
+        ("in reversed(way)", "in way", every_part_is_finished),
+        ("exchange(mine, partner, theirs, partner)", "exchange(theirs, partner, mine, partner)", every_part_is_finished),
+        ("combine(comm, reduction, kept, arrived)", "kept.copy_(arrived)", every_part_is_finished),
+    ],
+)
+def test_each_wrong_twin_is_caught(old, new, check, monkeypatch):
+    monkeypatch.setattr(halving, "all_reduce", twin(old, new))
+    with pytest.raises((AssertionError, fw.RankError, fw.MismatchError)):
+        check()
+
+
+def test_which_half_the_lower_rank_keeps_does_not_matter(monkeypatch):
+    monkeypatch.setattr(halving, "all_reduce", twin("if seat & distance:", "if not seat & distance:"))
+    large_pieces_stay_inside()
+    every_part_is_finished()
 
 
 def test_powers_of_two_by_hand():

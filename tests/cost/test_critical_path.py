@@ -19,6 +19,7 @@ CLUSTERS = {
     "nodes of 8": NODES,
     "nodes of 4, the wire inside the slower one": Cluster("reversed", None, SLOW, FAST, 4),
     "one rank a node": replace(NODES, ranks_per_node=1),
+    "nodes of 8, one adapter a node": replace(NODES, shared_nic=True),
 }
 
 
@@ -37,10 +38,28 @@ def test_the_path_takes_what_simulated_ranks_take(algorithm, cluster, n, nbytes)
     assert all_reduce_seconds(algorithm, n, nbytes, cluster) == run.trace.makespan_ps / PS
 
 
+@pytest.mark.parametrize("algorithm", ALL_REDUCES)
+@pytest.mark.parametrize("name", ["nodes of 8", "nodes of 4, the wire inside the slower one", "one rank a node"])
+@pytest.mark.parametrize("n", [24, 40])
+def test_numbers_of_nodes_that_are_no_power_of_two(algorithm, name, n):
+    function = partial(ring.all_reduce, segment_bytes=None) if algorithm == "ring" else get_algorithm("all_reduce", algorithm)
+    for nbytes in (4 * n * 32, 4 * n * 32 * 2**14)[algorithm in ("ring", "star") :]:  # pieces are equal: n and 2^k divide it
+        run = fw.simulate(program, function, nbytes // 4, ranks=n, cluster=CLUSTERS[name], checks=False)
+        assert all_reduce_seconds(algorithm, n, nbytes, CLUSTERS[name]) == run.trace.makespan_ps / PS
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "hierarchical", "star"])
+def test_one_adapter_a_node_and_three_nodes(algorithm):
+    shared, nbytes = CLUSTERS["nodes of 8, one adapter a node"], 4 * 24 * 2**14
+    function = partial(ring.all_reduce, segment_bytes=None) if algorithm == "ring" else get_algorithm("all_reduce", algorithm)
+    run = fw.simulate(program, function, nbytes // 4, ranks=24, cluster=shared, checks=False)
+    assert all_reduce_seconds(algorithm, 24, nbytes, shared) == run.trace.makespan_ps / PS
+
+
 @pytest.mark.parametrize("algorithm", ["halving", "hierarchical"])
-@pytest.mark.parametrize("n", [64, 256])
+@pytest.mark.parametrize("n", [64, 192, 256])
 def test_the_path_takes_what_the_exact_price_says(algorithm, n):
-    for elements in (n, 2**18):
+    for elements in (4 * n, 3 * 2**18):
         exact = collective_cost("all_reduce", algorithm, n, elements, NODES)
         assert all_reduce_seconds(algorithm, n, 4 * elements, NODES) == exact.seconds
 
@@ -66,6 +85,7 @@ def test_messages_and_bytes_in_a_row():
     assert count("ring") == (510, 510 * 2**12)
     assert count("tree") == (16, 16 * 2**20)
     assert count("halving") == (16, 510 * 2**12)
+    assert [link for _, link, _ in all_reduce_path("halving", 256, 2**20, NODES)] == [FAST] * 3 + [SLOW] * 5, "near first"
     assert count("hierarchical") == (14 + 62, 510 * 2**12), "as many bytes as the ring, most of them on the fast wire"
     assert count("star") == (510, 510 * 2**20)
 
@@ -83,11 +103,11 @@ def test_the_slower_wire_sets_the_ring_s_pace():
         ("ring", 0, 8, NODES, "at least 1"),
         ("ring", 8, -8, NODES, "at least 0"),
         ("ring", 12, 8, NODES, "8 and 16"),
-        ("halving", 24, 8, NODES, "powers of two"),
-        ("tree", 12, 8, replace(NODES, ranks_per_node=6), "powers of two"),
+        ("halving", 12, 8, replace(NODES, ranks_per_node=6), "power of two"),
+        ("tree", 12, 8, replace(NODES, ranks_per_node=6), "power of two"),
+        ("halving", 24, 8, replace(NODES, shared_nic=True), "one adapter"),
         ("ring", 8, 8, NODES.with_faults(slow={(0, 1): 2}), "fw.simulate"),
         ("ring", 8, 8, NODES.with_faults(straggler={0: 2}), "fw.simulate"),
-        ("ring", 8, 8, replace(NODES, shared_nic=True), "fw.simulate"),
     ],
 )
 def test_what_has_no_closed_form_is_refused(algorithm, n, nbytes, cluster, words):

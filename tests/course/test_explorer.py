@@ -22,6 +22,6 @@ def test_recorded_results_are_found(project):
 
 def test_words_and_bad_arguments(project, capsys):
     assert module.explorer() is None
-    assert "256 ranks, 1 GiB: hierarchical wins" in capsys.readouterr().out
+    assert "192 ranks, 1 GiB: in the model hierarchical wins" in capsys.readouterr().out
     with pytest.raises(ValueError, match="times"):
         module.explorer([1, 2])

@@ -166,3 +166,29 @@ def test_no_stray_files(root):
     place.prepare(root)
     place.reset(root, "03")
     assert sorted(path.name for path in (root / "my").iterdir()) == [place.RECORD, "00_walls.ipynb", "03_ring.ipynb"]
+
+
+def test_a_fresh_copy_asks_its_questions_anew(root):
+    place.prepare(root)
+    path = root / "my" / "progress.json"
+    guesses = {
+        "03-bytes": {"guess": 7, "right": True},
+        "03-who": {"guess": 1, "right": None},
+        "00-a": {"guess": 2, "right": False},
+    }
+    data = {"version": 1, "checks": {"03-ring": True}, "guesses": guesses, "place": "03_ring.ipynb"}
+    path.write_text(json.dumps(data))
+    place.reset(root, "03")
+    assert json.loads(path.read_text()) == {**data, "guesses": {"00-a": guesses["00-a"]}}
+    before = path.stat().st_mtime_ns
+    place.reset(root, "03")
+    assert path.stat().st_mtime_ns == before, "nothing to forget, nothing written"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"guesses": 3}', "{"])
+def test_progress_that_cannot_be_read_does_not_stop_a_reset(root, text):
+    place.prepare(root)
+    path = root / "my" / "progress.json"
+    path.write_text(text)
+    place.reset(root, "03")
+    assert path.read_text() == text, "progress.py puts it aside when it is next read"

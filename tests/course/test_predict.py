@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fourwalls.course import progress
+from fourwalls.course import home, progress
 from fourwalls.course.predict import predict
 from fourwalls.viz import widgets
 
@@ -108,6 +108,27 @@ def test_commit_opens_with_a_guess_and_shuts_after_it(reader):
     controls.options.value = "7"
     press(asked)
     assert asked.guess == 1500, "a guess cannot be taken back"
+
+
+def test_a_saved_notebook_says_what_stood_there(reader):
+    asked = predict("q", "How much?", unit="MiB")
+    plain = asked._widget.box._repr_mimebundle_()["text/plain"]
+    assert plain == "Run this cell to get the buttons back."
+    asked._widget.options.value = "3"
+    press(asked)
+    again = predict("q", "How much?", unit="MiB")
+    assert again._widget.box._repr_mimebundle_()["text/plain"] == "Your guess: 3 MiB. Run this cell to get the buttons back."
+
+
+def test_a_fresh_copy_of_the_notebook_opens_its_questions(reader, project):
+    (project / "notebooks" / "07_topic.ipynb").write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
+    first = predict("07-who", "Who?", choices=["a", "b"])
+    first._widget.options.value = "b"
+    press(first)
+    assert predict("07-who", "Who?", choices=["a", "b"]).guess == "b"
+    home.reset("07")
+    again = predict("07-who", "Who?", choices=["a", "b"])
+    assert again.guess is None and not again._widget.options.disabled
 
 
 def test_no_guess_can_follow_the_answer(reader):

@@ -123,7 +123,9 @@ def test_the_kernel_answers_a_request_with_a_new_scene():
     widget.request = {"algorithm": "star", "ranks": 2, "slow": "1>0", "id": 5}
     assert widget.scene["id"] == 5 and widget.scene["algorithm"] == "star"
     assert seen[-1] == ("star", 2, (1, 0, widgets.SLOW_FACTOR))
-    assert repr(widget) == "Theatre(star, 2 ranks)", "the plain twin of a saved output must not change from run to run"
+    assert repr(widget) == "The message theatre (star, 2 ranks): run this cell to get it back.", (
+        "the plain twin of a saved output must not change from run to run"
+    )
 
 
 def test_the_front_end_needs_no_network():

@@ -82,6 +82,30 @@ def test_a_close_field_is_paler(data):
     assert pale < full / 2
 
 
+def test_a_sliver_has_its_letters_upright_and_a_second_has_no_colour(overlaps):
+    sizes = [2.0 ** (k / 2) for k in range(50)]
+    narrow = winner_map(
+        lambda a, n, s: {"one": 1.0, "two": 0.5 if s == 2**12 else 1.5, "six": 1.05}[a], [2, 4], sizes, ("one", "two", "six")
+    )
+    ax = plot_winner_map(narrow)
+    labels = [t for t in ax.texts if t.get_gid() == "fw-winner"]
+    assert [t.get_text() for t in labels][:3] == ["one ≈ six", "T", "one ≈ six"] and not overlaps(ax.figure, labels)
+    assert all(t.get_text() for t in labels) and {t.get_rotation() for t in labels} == {0.0, 90.0}
+    legend = ax.get_legend()
+    assert [t.get_text() for t in legend.get_texts()] == ["O  one", "T  two", "S  six (as a second only)"]
+    assert legend.get_patches()[2].get_facecolor()[3] == 0
+
+
+def test_an_algorithm_looks_alike_in_every_picture():
+    def colours(names):
+        ax = plot_alpha_beta([], [(a, [(1, 1), (2, 2)]) for a in names])
+        return {line.get_label().split(",")[0]: line.get_color() for line in ax.lines}
+
+    few, many = colours(["star", "mine", "halving"]), colours(["ring", "tree", "halving", "star", "hierarchical", "yours"])
+    assert few["star"] == many["star"] and few["halving"] == many["halving"]
+    assert len(set(few.values())) == 3 and len(set(many.values())) == 6, "two names of one picture never share a colour"
+
+
 def test_the_winner_behind_curves(data):
     ax = plot_alpha_beta([], [(a, [(s, price(a, 8, s)) for s in SIZES]) for a in LINES])
     before = ax.get_ylim()

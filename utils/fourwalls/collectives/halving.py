@@ -1,14 +1,16 @@
 """Half the data, half the ranks, again and again: the fewest steps that still send the fewest bytes.
 
 In round k of the reduce-scatter each rank trades with the one whose number differs in one bit: one keeps and adds the first
-half of what they both hold, the other the second, and what they hold halves. The all-gather runs the film backwards. Where n is
-no power of two, the surplus ranks are folded in first: of the first pairs (0, 1), (2, 3), ... each odd rank gives its tensor to
-the even one, rests, and is told the result.
+half of what they both hold, the other the second, and what they hold halves. The all-gather runs the film backwards. The
+all-reduce takes near partners first: its large pieces stay inside a node, and what crosses between nodes is small. Where n is no
+power of two, the surplus ranks are folded in first: of the pairs (0, 1), (2, 3), ... each odd rank gives its tensor to the even
+one, rests, and is told the result.
 
     time  =  2 lg n alpha + 2 (n-1)/n S beta              n = 2^k
              (2 lg m + 2) alpha + (2 (m-1)/m + 2) S beta   otherwise, m the largest 2^k below n
 
-Reference: Rabenseifner, "Optimization of collective reduction operations", 2004; Thakur, Rabenseifner and Gropp 2005.
+Reference: Rabenseifner, "Optimization of collective reduction operations", 2004 (vector halving and distance doubling); Thakur,
+Rabenseifner and Gropp 2005.
 """
 
 import torch
@@ -34,9 +36,9 @@ def fold(n: int) -> list[list[int]]:
 def all_reduce(comm: Comm, x: torch.Tensor, *, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
     """Every rank returns the reduction over all ranks, the same bits everywhere. `out=x` works in place.
 
-    Each rank sends 2 (n-1)/n S bytes in 2 lg n messages; where n is no power of two, a rank that rests sends S in one message,
-    and its partner S more. Raises ValueError for an operation that the dtype lacks, MismatchError (checks on) where calls
-    differ.
+    Each rank sends 2 (n-1)/n S bytes in 2 lg n messages, the largest to its neighbours; where n is no power of two, a rank that
+    rests sends S in one message, and its partner S more. Raises ValueError for an operation that the dtype lacks, MismatchError
+    (checks on) where calls differ.
     """
     reduction = get_reduction(op, x.dtype)
     agree(comm, "all_reduce", x, algorithm="halving", op=op)
@@ -49,8 +51,9 @@ def all_reduce(comm: Comm, x: torch.Tensor, *, op: str = "sum", out: torch.Tenso
         comm.recv(flat, pair[0])
         return finish(flat, x.shape, out)
     _fold_in(comm, flat, pair, reduction)
-    _halve(comm, flat, starts, seats, seat, reduction)
-    _double(comm, flat, starts, seats, seat)
+    way = _halve(comm, flat, starts, seats, seat, _distances(seats), reduction)
+    for partner, mine, theirs in reversed(way):
+        comm.exchange(mine, partner, theirs, partner)
     if len(pair) == 2:
         comm.send(flat, pair[1])
     return finish(flat, x.shape, out)
@@ -59,6 +62,9 @@ def all_reduce(comm: Comm, x: torch.Tensor, *, op: str = "sum", out: torch.Tenso
 def reduce_scatter(comm: Comm, x: torch.Tensor, *, op: str = "sum") -> torch.Tensor:
     """Rank r returns chunk r of the flattened reduction, (about S/n,). Each rank sends (n-1)/n S bytes in lg n messages; where n
     is no power of two, a rank that rests sends S, and its partner that rank's chunk.
+
+    Far partners first, unlike the all-reduce: near ones first would leave rank r the chunk whose number is r read backwards in
+    bits, and the chunks that a message should carry would lie scattered. So half of S crosses between nodes in one message.
     """
     reduction = get_reduction(op, x.dtype)
     agree(comm, "reduce_scatter", x, algorithm="halving", op=op)
@@ -71,7 +77,7 @@ def reduce_scatter(comm: Comm, x: torch.Tensor, *, op: str = "sum") -> torch.Ten
         comm.send(flat, pair[0])
         return comm.recv(torch.empty_like(chunk), pair[0])
     _fold_in(comm, flat, pair, reduction)
-    _halve(comm, flat, _starts(_of_seats(sizes, seats)), seats, seat, reduction)
+    _halve(comm, flat, _starts(_of_seats(sizes, seats)), seats, seat, reversed(_distances(seats)), reduction)
     if len(pair) == 2:
         comm.send(flat.split(sizes)[pair[1]], pair[1])
     return chunk.clone()
@@ -109,6 +115,11 @@ def _seat(comm, seats):
     return seat, seats[seat]
 
 
+def _distances(seats):
+    """1, 2, 4, ...: how far away the partner of each round sits, near first."""
+    return [1 << k for k in range(len(seats).bit_length() - 1)]
+
+
 def _of_seats(sizes, seats):
     return [sum(sizes[rank] for rank in pair) for pair in seats]
 
@@ -126,21 +137,24 @@ def _fold_in(comm, flat, pair, reduction):
         combine(comm, reduction, flat, comm.recv(torch.empty_like(flat), pair[1]))
 
 
-def _halve(comm, flat, starts, seats, seat, reduction):
-    """Reduce-scatter by halving: afterwards piece `seat` of `flat` is finished. Overwrites the rest on the way."""
-    low, high = 0, len(seats)
+def _halve(comm, flat, starts, seats, seat, distances, reduction):
+    """Reduce-scatter by halving: afterwards one piece of `flat` is finished (piece `seat`, if far partners come first). The rest
+    is overwritten on the way. Returns [(partner, what this rank kept, what it gave)], round by round.
+    """
+    low, high, way = 0, len(seats), []
     scratch = flat.new_empty(max(starts[high // 2], starts[high] - starts[high // 2])) if high > 1 else flat
-    while high - low > 1:
-        middle = (low + high) // 2
-        if seat < middle:
-            partner, keep, give = seat + (middle - low), (low, middle), (middle, high)
-        else:
-            partner, keep, give = seat - (middle - low), (middle, high), (low, middle)
+    for distance in distances:
+        partner, middle = seats[seat ^ distance][0], (low + high) // 2
+        keep, give = (low, middle), (middle, high)
+        if seat & distance:
+            keep, give = give, keep
         kept, given = (flat[starts[a] : starts[b]].data for a, b in (keep, give))
-        arrived = comm.exchange(given, seats[partner][0], scratch[: kept.numel()], seats[partner][0])
+        arrived = comm.exchange(given, partner, scratch[: kept.numel()], partner)
         combine(comm, reduction, kept, arrived)
+        way.append((partner, kept, given))
         low, high = keep
-    reduction.finish(flat[starts[seat] : starts[seat + 1]], comm.size)
+    reduction.finish(flat[starts[low] : starts[high]], comm.size)
+    return way
 
 
 def _double(comm, flat, starts, seats, seat):

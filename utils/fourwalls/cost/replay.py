@@ -44,7 +44,9 @@ class Replay:
 
 
 def halving(replay: Replay, collective: str, n: int, elements: int, itemsize: int) -> str:
-    """Recursive halving and doubling. The first pairs fold where n is no power of two."""
+    """Recursive halving and doubling, the all-reduce with near partners first, its parts alone with far ones first. The first
+    pairs fold where n is no power of two.
+    """
     seats = 1 << (n.bit_length() - 1)
     pairs = n - seats
     player = [2 * seat if seat < pairs else seat + pairs for seat in range(seats)]
@@ -60,18 +62,24 @@ def halving(replay: Replay, collective: str, n: int, elements: int, itemsize: in
         "all_gather": (lambda odd: own[odd], lambda odd: whole),
     }[collective]
 
-    def held(seat: int, width: int) -> int:
-        """Bytes of the block of `width` pieces to which piece `seat` belongs."""
-        return ends[(seat & -width) + width] - ends[seat & -width]
+    def held(seat: int, distances: list[int]) -> int:
+        """Bytes that a seat holds after rounds with partners at these distances: in each it keeps one half."""
+        low, high = 0, seats
+        for distance in distances:
+            middle = (low + high) // 2
+            low, high = (middle, high) if seat & distance else (low, middle)
+        return ends[high] - ends[low]
 
     replay.round((2 * pair + 1, 2 * pair, before(2 * pair + 1)) for pair in range(pairs))
-    widths = [1 << k for k in range(seats.bit_length() - 1)]
+    distances = [1 << k for k in range(seats.bit_length() - 1)]
+    if collective != "all_reduce":
+        distances.reverse()
     if collective != "all_gather":
-        for width in reversed(widths):  # each gives the half that the other keeps
-            replay.round((player[s], player[s ^ width], held(s ^ width, width)) for s in range(seats))
+        for k, distance in enumerate(distances, 1):  # each gives the half that the other keeps
+            replay.round((player[s], player[s ^ distance], held(s ^ distance, distances[:k])) for s in range(seats))
     if collective != "reduce_scatter":
-        for width in widths:  # each gives what it holds
-            replay.round((player[s], player[s ^ width], held(s, width)) for s in range(seats))
+        for k, distance in reversed(list(enumerate(distances, 1))):  # the film backwards: each gives what it holds
+            replay.round((player[s], player[s ^ distance], held(s, distances[:k])) for s in range(seats))
     replay.round((2 * pair, 2 * pair + 1, after(2 * pair + 1)) for pair in range(pairs))
     ways = 1 + (collective == "all_reduce")
     return f"{2 * (ways == 2) or ''}floor(lg n) rounds{' and a fold' * (pairs > 0)}".strip()

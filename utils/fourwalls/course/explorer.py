@@ -29,8 +29,8 @@ def explorer(measured: dict | None = None):
     """Widget 2: turn alpha, bandwidth, ranks and bytes, and see which all-reduce wins.
 
     measured: {"name", "links": {n: (alpha in s, bytes/s)}, "times": {algorithm: {n: [(bytes, seconds, low, high)]}}}, shown as
-    dots; None: what data/results/ holds, named as recorded. Returns the widget, or None where nobody can press buttons (then it
-    says in words who wins where).
+    dots; "alone", as links, of messages that meet no other: the price of tree and star; None: what data/results/ holds, named as
+    recorded. Returns the widget, or None where nobody can press buttons (then it says in words who wins where).
     """
     if measured is not None and not (isinstance(measured, dict) and isinstance(measured.get("times"), dict)):
         raise ValueError('measured is a dict with "times": {algorithm: {n: [(bytes, seconds, low, high)]}}, or None')

@@ -10,6 +10,7 @@ Standard library only: `start.py` loads this file by its path, before anything i
 Reference: Kluyver et al., "Jupyter Notebooks, a publishing format for reproducible computational workflows", 2016.
 """
 
+import contextlib
 import datetime
 import difflib
 import hashlib
@@ -17,11 +18,13 @@ import json
 import os
 import pathlib
 import tempfile
+import time
 from dataclasses import dataclass, field
 
-__all__ = ["Prepared", "cleared", "find", "fingerprint", "prepare", "reset"]
+__all__ = ["Prepared", "alone", "cleared", "find", "fingerprint", "prepare", "reset"]
 
 RECORD = ".given.json"
+PROGRESS, LOCK = "progress.json", ".progress.lock"  # kept by progress.py
 
 
 @dataclass
@@ -109,6 +112,7 @@ def prepare(root: str | os.PathLike) -> Prepared:
 def reset(root: str | os.PathLike, name: str) -> tuple[pathlib.Path, pathlib.Path | None]:
     """Give a fresh copy of one notebook. Returns (the copy, where the old one is kept or None if there was nothing to keep).
 
+    A fresh copy asks its questions anew: the guesses made in it, those whose id begins with the notebook's number, are forgotten.
     name: "03_ring_all_reduce.ipynb", with or without the ending or a folder, or any beginning of it that fits only one ("03").
     Raises ValueError for a name that fits none or several.
     """
@@ -128,7 +132,40 @@ def reset(root: str | os.PathLike, name: str) -> tuple[pathlib.Path, pathlib.Pat
     given = _read_record(place)
     given[source.name] = fingerprint(text)
     _write(place / RECORD, json.dumps(given, indent=1, sort_keys=True) + "\n")
+    _forget_guesses(place, source.stem.partition("_")[0] + "-")
     return copy, kept
+
+
+def _forget_guesses(place: pathlib.Path, beginning: str) -> None:
+    """Take the guesses whose id starts so out of progress.json. A file that is missing or damaged is left to progress.py."""
+    if not (place / PROGRESS).exists():
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError), alone(place / LOCK):
+        data = json.loads((place / PROGRESS).read_text(encoding="utf-8"))
+        left = {question: guess for question, guess in data["guesses"].items() if not question.startswith(beginning)}
+        if len(left) < len(data["guesses"]):
+            _write(place / PROGRESS, json.dumps({**data, "guesses": left}, indent=1, sort_keys=True))
+
+
+@contextlib.contextmanager
+def alone(path: str | os.PathLike):
+    """Hold the file `path` against other processes, waiting at most 5 s; then go on (an entry may be lost, files stay whole)."""
+    try:
+        import fcntl
+    except ImportError:  # Windows without POSIX: processes there take turns by luck, the file is still replaced as a whole
+        yield
+        return
+    with open(path, "a") as file:
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+        yield  # closing the file lets go
 
 
 def find(root: str | os.PathLike, name: str) -> pathlib.Path:

@@ -12,6 +12,17 @@ import html
 __all__ = ["show_question"]
 
 
+def _box(children, text: str):
+    """A VBox whose plain twin, which a saved notebook shows where no kernel runs, is `text`."""
+    import ipywidgets as w
+
+    class Controls(w.VBox):
+        def __repr__(self):
+            return text
+
+    return Controls(children)
+
+
 class Question:
     """The controls on screen; the question itself stands above them as text, which stays when no kernel runs."""
 
@@ -37,7 +48,8 @@ class Question:
             self.answer = w.HBox([self.options, w.Label(prediction.unit)])
         self.options.add_class("fw-guess")
         self.commit.on_click(self._commit)
-        self.box = w.VBox([self.answer, w.HBox([self.commit, self.line])])
+        said = "" if prediction.guess is None else f"Your guess: {prediction.shown(prediction.guess)}. "
+        self.box = _box([self.answer, w.HBox([self.commit, self.line])], f"{said}Run this cell to get the buttons back.")
         self.box.add_class("fw-predict-controls")
         if prediction.guess is not None:
             self.options.value = prediction.guess if prediction.choices else str(prediction.guess)

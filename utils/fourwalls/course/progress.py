@@ -12,13 +12,13 @@ import contextlib
 import json
 import os
 import tempfile
-import time
 
 from .home import find_home, notebook_name
+from .place import LOCK, PROGRESS, alone
 
 __all__ = ["FILE", "Progress", "load", "progress", "remember_check", "remember_guess", "remember_place", "update"]
 
-FILE = "progress.json"
+FILE = PROGRESS
 EMPTY = {"version": 1, "checks": {}, "guesses": {}, "place": ""}
 
 
@@ -94,7 +94,7 @@ def load() -> dict:
 def update(change) -> None:
     """Read the file, let `change(data)` alter it, and replace it, under a lock. A full or read-only disk is no error."""
     folder = find_home().path
-    with contextlib.suppress(OSError), _lock(folder / ".progress.lock"):
+    with contextlib.suppress(OSError), alone(folder / LOCK):
         data = load()
         change(data)
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".progress_")
@@ -137,24 +137,3 @@ def progress() -> Progress:
     """What you have done so far, as a few lines: predictions, checks, where to resume."""
     home = find_home()
     return Progress(load(), home.note)
-
-
-@contextlib.contextmanager
-def _lock(path):
-    """Hold `path` against other kernels, waiting at most 5 s; then go on (an entry may be lost, the file stays whole)."""
-    try:
-        import fcntl
-    except ImportError:  # Windows without POSIX: kernels there take turns by luck, the file is still replaced as a whole
-        yield
-        return
-    with open(path, "a") as file:
-        deadline = time.monotonic() + 5
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.01)
-        yield  # closing the file lets go

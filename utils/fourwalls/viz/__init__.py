@@ -9,9 +9,13 @@ Reference: Tufte 1983, on what a picture may leave out.
 """
 
 from .alpha_beta import plot_alpha_beta
+from .buckets import overlap_words, plot_buckets, plot_exposed
 from .ladder import plot_ladder
 from .memory import plot_memory_mountain, plot_shrinking_bars
+from .mirrored import plot_mirrored
 from .roofline import plot_roofline
+from .schedule_grid import plot_schedule_grid
+from .sharding import Slabs, describe_sharding, plot_sharding
 from .timeline import plot_timeline
 from .wait_for import plot_wait_for
 from .who_holds import plot_holdings
@@ -19,14 +23,22 @@ from .winner_map import plot_winner_map, shade_winners, winner_map
 from .words import bubble_of_ideal, bubble_of_total, describe
 
 __all__ = [
+    "Slabs",
     "bubble_of_ideal",
     "bubble_of_total",
     "describe",
+    "describe_sharding",
+    "overlap_words",
     "plot_alpha_beta",
+    "plot_buckets",
+    "plot_exposed",
     "plot_holdings",
     "plot_ladder",
     "plot_memory_mountain",
+    "plot_mirrored",
     "plot_roofline",
+    "plot_schedule_grid",
+    "plot_sharding",
     "plot_shrinking_bars",
     "plot_timeline",
     "plot_wait_for",

@@ -19,17 +19,17 @@ def plot_alpha_beta(measured=(), modelled=(), *, knee: float | None = None, ax=N
     """Log-log plot of time over bytes; returns the axes.
 
     measured  [(name, [(bytes, seconds, low, high), ...])]: dots with spread
-    modelled  [(name, [(bytes, seconds), ...])]: lines; a name in both lists gets the same colour
+    modelled  [(name, [(bytes, seconds), ...])]: lines; a name in both lists gets the same colour, an algorithm its own
     knee      bytes at which alpha and bandwidth cost the same, marked
     """
     measured, modelled = [(n, list(p)) for n, p in measured], [(n, list(p)) for n, p in modelled]
     if any(x <= 0 or y <= 0 for _, points in measured + modelled for x, y, *_ in points):
         raise ValueError("bytes and seconds must be above 0 on log axes; leave such points out")
     ax = ax or style.new_axes(7.5, 4.2)
-    order = list(dict.fromkeys([n for n, _ in measured] + [n for n, _ in modelled]))
+    place = style.series_places([n for n, _ in measured] + [n for n, _ in modelled])
     with plt.rc_context(style.RC):
         for name, points in modelled:
-            look = style.series_style(order.index(name))
+            look = style.series_style(place[name])
             points = sorted(points)
             ax.plot(
                 [p[0] for p in points],
@@ -40,7 +40,7 @@ def plot_alpha_beta(measured=(), modelled=(), *, knee: float | None = None, ax=N
                 label=f"{name}, modelled",
             )
         for name, points in measured:
-            look = style.series_style(order.index(name))
+            look = style.series_style(place[name])
             points = sorted(points)
             y = [p[1] for p in points]
             spread = [[max(p[1] - p[2], 0) for p in points], [max(p[3] - p[1], 0) for p in points]]
@@ -55,7 +55,7 @@ def plot_alpha_beta(measured=(), modelled=(), *, knee: float | None = None, ax=N
     if knee is not None:
         ax.axvline(knee, color="#444444", linestyle=":", linewidth=1.2, gid="fw-knee")
         style.caption(ax, f"dotted: alpha × bandwidth = {words.bytes_text(knee)}, where latency and bandwidth cost the same")
-    if order:
+    if place:
         ax.legend(frameon=False, fontsize=8, loc="upper left")
     style.badge(ax, [s for s, there in (("measured", measured), ("modelled", modelled)) if there])
     if title:

@@ -2,7 +2,8 @@
 
 Each all-reduce is priced by its longest chain of messages. The kernel turns a setting into plain data (curves, fields of
 winners, a table at the cursor), the front end draws it. A hidden point is a setting without the answer: the curves are not even
-sent before the reader has named a winner.
+sent before the reader has named a winner. On a measured machine, tree and star, in which few send at once, have a price of their
+own.
 
     scene = f(setting)        right  <=>  time(named) <= 1.1 min over all
 
@@ -11,57 +12,17 @@ Reference: Hockney 1994 for the line; Thakur, Rabenseifner and Gropp 2005 for th
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from ..cost.critical_path import ALL_REDUCES, all_reduce_path, all_reduce_seconds, rounds
-from ..cost.hardware import PS, Cluster, Link, get_link
+from ..cost.hardware import PS, get_link
 from . import style, words
 from .winner_map import CLOSE, letters, winner_map
+from .wires import POINTS, RANKS, WIRES, Wire
 
 __all__ = ["POINTS", "RANKS", "SIZES", "WIRES", "Board", "Wire", "explorer", "measured_from_rows"]
 
-RANKS = tuple(2**k for k in range(1, 11))
 SIZES = tuple(2.0 ** (k / 2) for k in range(12, 65))  # 64 B to 4 GiB
-LIMITS = {"alpha": (1e-7, 1e-3), "bandwidth": (1e7, 1e12)}  # seconds; bytes a second
-
-
-@dataclass(frozen=True)
-class Wire:
-    """Where a setting starts: alpha (s) and bandwidth (bytes/s) of the wire that the sliders change; inside nodes of `node` ranks
-    there may be another, which they do not.
-    """
-
-    name: str
-    alpha: float
-    bandwidth: float
-    node: int | None = None
-    inside: Link | None = None
-
-    def cluster(self, alpha: float, bandwidth: float) -> Cluster:
-        link = Link(self.name, alpha, bandwidth)
-        return Cluster(self.name, None, self.inside or link, link, self.node)
-
-
-def _preset(name: str, link: str, node: int | None = None, inside: str | None = None) -> Wire:
-    found = get_link(link)
-    return Wire(name, found.alpha, found.bandwidth, node, get_link(inside) if inside else None)
-
-
-WIRES = (
-    _preset("A100 nodes of 8", "infiniband-hdr", 8, "nvlink3"),
-    _preset("InfiniBand HDR", "infiniband-hdr"),
-    _preset("Ethernet 10 Gbit/s", "ethernet-10g"),
-    _preset("one machine, loopback", "loopback"),
-)
-# hidden points: wire, ranks, bytes; at each, somebody is clearly ahead
-POINTS = (
-    ("A100 nodes of 8", 256, 2**10),
-    ("Ethernet 10 Gbit/s", 64, 2**20),
-    ("A100 nodes of 8", 256, 2**30),
-    ("InfiniBand HDR", 1024, 2**22),
-    ("A100 nodes of 8", 32, 2**26),
-    ("one machine, loopback", 8, 2**8),
-)
+LIMITS = {"alpha": (1e-7, 1e-2), "bandwidth": (1e7, 1e12)}  # seconds; bytes a second
 
 
 class Board:
@@ -85,7 +46,8 @@ class Board:
         """The calibrated line for n ranks, or for the nearest number that was calibrated; the loopback preset without any."""
         near = min(self._links, key=lambda k: abs(math.log2(k / n)), default=None)
         found = get_link("loopback")
-        return Wire(self._name, *(self._links[near] if near else (found.alpha, found.bandwidth)))
+        alone = self.measured.get("alone", {}).get(near)
+        return Wire(self._name, *(self._links[near] if near else (found.alpha, found.bandwidth)), alone=alone)
 
     def answer(self, ask: Mapping) -> dict:
         """The scene for {mode: "explore", setting}, {mode: "ask", point} or {mode: "answer", point, name}.
@@ -106,14 +68,15 @@ class Board:
             return {**self.scene({}), "id": number, "error": f"{type(error).__name__}: {error}"}
 
     def title(self, scene: Mapping) -> str:
-        """The plain twin of a saved output: the same from run to run."""
-        return f"Explorer({scene['setting']['wire']})"
+        """The plain twin of a saved output: the same from run to run, and readable where no kernel runs."""
+        return "The alpha-beta explorer stands here while a kernel runs: run this cell to get it back."
 
     def curtain(self, setting: Mapping) -> dict:
         """A scene without curves: the wire, the ranks, the bytes, and the question."""
         wire, n, nbytes, alpha, bandwidth, _ = self._read(setting)
         said = f"Who wins? {n} ranks, {words.bytes_text(nbytes)}, {wire.name}: a message takes {_wire_text(alpha, bandwidth)}"
         said += f"; inside a node of {wire.node}, {_wire_text(wire.inside.alpha, wire.inside.bandwidth)}." if wire.inside else "."
+        said += " The ranks of a node have one adapter together." if wire.shared else ""
         shown = {**self._frame(setting), "curtain": True, "curves": [], "fields": [], "dots": [], "table": []}
         return {**shown, "source": "modelled", "words": said}
 
@@ -122,9 +85,9 @@ class Board:
         from the wire.
         """
         wire, n, nbytes, alpha, bandwidth, names = self._read(setting)
-        cluster = wire.cluster(alpha, bandwidth)
-        row = winner_map(lambda a, n, s: all_reduce_seconds(a, n, math.ceil(s), cluster), [n], SIZES, names)
-        table = sorted((self._at(a, n, nbytes, cluster) for a in names), key=lambda line: line["seconds"])
+        clusters = {a: wire.cluster(alpha, bandwidth, a) for a in names}
+        row = winner_map(lambda a, n, s: all_reduce_seconds(a, n, math.ceil(s), clusters[a]), [n], SIZES, names)
+        table = sorted((self._at(a, n, nbytes, clusters[a]) for a in names), key=lambda line: line["seconds"])
         for line in table:
             line["factor"] = line["seconds"] / table[0]["seconds"]
         dots = self._dots(n) if self.measured and wire.name == self._name else []
@@ -135,7 +98,7 @@ class Board:
             "table": table,
             "dots": dots,
             "source": "measured + modelled" if dots else "modelled",
-            "words": _at_words(table, n, nbytes) + (" Dots are measured." if dots else ""),
+            "words": _at_words(table, n, nbytes) + _wires_words(wire, n, alpha, bandwidth) + _dots_words(dots, nbytes, wire),
         }
         return {**self._frame(setting), **shown}
 
@@ -144,7 +107,8 @@ class Board:
         name = setting.get("wire", WIRES[0].name)
         if name not in self.wires:
             raise ValueError(f"wire {name!r}; one of {', '.join(self.wires)}")
-        n = min(RANKS, key=lambda k: abs(k - int(setting.get("n") or 256)))
+        asked = int(setting.get("n") or 256)
+        n = min(self.wires[name].ranks(), key=lambda k: abs(k - asked))
         wire = self._wire(n) if self.measured and name == self._name else self.wires[name]
         nbytes = min(max(int(setting.get("size") or 2**20), int(SIZES[0])), int(SIZES[-1]))
         alpha, bandwidth = (
@@ -162,7 +126,7 @@ class Board:
                         "off": [a for a in _possible(wire) if a not in names]},
             "texts": {"size": words.bytes_text(nbytes), "alpha": words.time_text(alpha * PS),
                       "bandwidth": f"{words.bytes_text(bandwidth, binary=False)}/s"},
-            "wires": list(self.wires), "ranks": list(RANKS), "sizes": list(SIZES),
+            "wires": list(self.wires), "ranks": list(wire.ranks()), "sizes": list(SIZES), "nodes": bool(wire.inside),
             "limits": {word: list(pair) for word, pair in LIMITS.items()},
             "looks": _looks([*ALL_REDUCES, *self._others()]), "names": _possible(wire), "all": list(ALL_REDUCES),
             "points": len(POINTS), "verdict": None, "error": "",
@@ -173,10 +137,12 @@ class Board:
         return [name for name in (self.measured or {}).get("times", {}) if name not in ALL_REDUCES]
 
     def _at(self, algorithm, n, nbytes, cluster) -> dict:
-        messages, in_a_row = rounds(all_reduce_path(algorithm, n, nbytes, cluster))
+        path = all_reduce_path(algorithm, n, nbytes, cluster)
+        messages, in_a_row = rounds(path)
+        _, across = rounds([part for part in path if part[1] is cluster.inter and cluster.inter is not cluster.intra])
         seconds = all_reduce_seconds(algorithm, n, nbytes, cluster)
         return {"name": algorithm, "seconds": seconds, "text": words.time_text(seconds * PS), "messages": messages,
-                "share": float(in_a_row / nbytes)}  # fmt: skip
+                "share": float(in_a_row / nbytes), "across": float(across / nbytes)}  # fmt: skip
 
     def _dots(self, n) -> list[dict]:
         found = [(name, by_rank[n]) for name, by_rank in self.measured["times"].items() if n in by_rank]
@@ -208,17 +174,42 @@ def _wire_text(alpha, bandwidth):
 def _looks(names) -> dict:
     """name -> colour, dashes (SVG), letter."""
     letter, dashes = letters(names), ("", "7 3", "8 3 2 3", "2 3", "10 2", "6 2 2 2 2 2", "1 3")
-    return {a: [style.series_style(k)["color"], dashes[k % len(dashes)], letter[a]] for k, a in enumerate(names)}
+    places = style.series_places(names).items()
+    return {a: [style.series_style(k)["color"], dashes[k % len(dashes)], letter[a]] for a, k in places}
 
 
 def _at_words(table, n, nbytes) -> str:
     best, *rest = table
-    said = f"{n} ranks, {words.bytes_text(nbytes)}: {best['name']} wins with {best['text']}"
+    said = f"{n} ranks, {words.bytes_text(nbytes)}: in the model {best['name']} wins with {best['text']}"
     others = ", ".join(f"{line['name']} {_times(line['factor'])}" for line in rest)
     said += f"; times as long: {others}." if rest else "."
-    said += f" It sends {best['messages']} messages in a row, {best['share']:.3g} S in all"
+    said += f" It sends {words.count_text(best['messages'], 'message')} in a row, {best['share']:.3g} S in all"
     ring = next((line for line in rest if line["name"] == "ring"), None)
     return said + (f"; the ring {ring['messages']}, {ring['share']:.3g} S." if ring else ".")
+
+
+def _wires_words(wire, n, alpha, bandwidth) -> str:
+    """What the sliders do not move, and whether the wire between nodes is still the slow one."""
+    if not wire.inside:
+        return ""
+    if n <= wire.node:
+        return f" All in one node: {_wire_text(wire.inside.alpha, wire.inside.bandwidth)}; alpha and 1/beta move nothing here."
+    said = f" Inside a node: {_wire_text(wire.inside.alpha, wire.inside.bandwidth)}, fixed"
+    said += "; its ranks share one adapter." if wire.shared else "."
+    faster = ["starts sooner"] * (alpha < wire.inside.alpha) + ["carries bytes faster"] * (bandwidth > wire.inside.bandwidth)
+    if faster:
+        said += f" Beware: the wire between nodes now {' and '.join(faster)} than the one inside."
+    return said
+
+
+def _dots_words(dots, nbytes, wire) -> str:
+    """Who was fastest in the measurements at the size nearest to the cursor: it need not be the model's winner."""
+    if not dots:
+        return ""
+    near = min((p[0] for dot in dots for p in dot["points"]), key=lambda size: abs(math.log2(size / nbytes)))
+    at = [(seconds, dot["name"]) for dot in dots for size, seconds, *_ in dot["points"] if size == near]
+    said = f" Dots are measured; at {words.bytes_text(near)} the best is {min(at)[1]}."
+    return said + (" Tree and star are priced by a message alone, the others by all at once." if wire.alone else "")
 
 
 def _times(factor):
@@ -230,8 +221,8 @@ def explorer(measured: Mapping | None = None):
     from . import widgets
 
     board, lines = Board(measured), []
-    for nbytes in (2**10, 2**20, 2**30):
-        lines.append(board.scene({"size": nbytes})["words"])
+    for n, nbytes in ((256, 2**10), (256, 2**20), (256, 2**30), (192, 2**30)):
+        lines.append(board.scene({"n": n, "size": nbytes})["words"])
     headings = (
         f"Alpha-beta explorer, in words (run this notebook in JupyterLab to turn it yourself): {WIRES[0].name}",
         f"The same in words, for when no kernel runs; to get the widget back, run this cell: {WIRES[0].name}",

@@ -26,6 +26,7 @@ __all__ = [
     "legend",
     "look",
     "new_axes",
+    "series_places",
     "series_style",
 ]
 
@@ -55,6 +56,7 @@ KIND_STYLE = {
     "compute": KindStyle("#B8B8B8", "", "C", "compute"),
     "forward": KindStyle(OKABE_ITO["sky"], "", "F", "forward"),
     "backward": KindStyle(OKABE_ITO["orange"], "", "B", "backward"),
+    "input": KindStyle("#FFD27F", "", "I", "input gradient"),
     "weight": KindStyle(OKABE_ITO["green"], "..", "W", "weight gradient"),
     "optimizer": KindStyle(OKABE_ITO["purple"], "xx", "O", "optimizer"),
     "reduce": KindStyle(OKABE_ITO["yellow"], "++", "+", "add up"),
@@ -82,6 +84,8 @@ RC = {
 SERIES = ("blue", "vermillion", "green", "orange", "purple", "sky", "black")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)))
+# who appears in many pictures looks the same in all of them
+PLACES = {"ring": 0, "tree": 1, "halving": 2, "hierarchical": 3, "star": 4, "shared_memory": 5, "gloo": 6}
 
 
 @contextmanager
@@ -109,6 +113,14 @@ def series_style(k: int) -> dict:
         "marker": MARKERS[k % len(MARKERS)],
         "linestyle": DASHES[k % len(DASHES)],
     }
+
+
+def series_places(names) -> dict[str, int]:
+    """name -> k for `series_style(k)`: an algorithm has its own k in every picture, other names take the free ones in order."""
+    fixed = {name: PLACES[name] for name in names if name in PLACES}
+    free = [k for k in range(len(SERIES)) if k not in fixed.values()] or list(range(len(SERIES)))
+    others = [name for name in dict.fromkeys(names) if name not in PLACES]
+    return {**fixed, **{name: free[i % len(free)] for i, name in enumerate(others)}}
 
 
 def badge(ax, sources) -> None:

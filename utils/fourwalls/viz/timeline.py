@@ -26,10 +26,11 @@ LIVE = (1.0, 1.42)
 MAX_LETTERS = 400
 
 
-def plot_timeline(trace: Trace, *, ax=None, ideal: float | None = None, title: str = "", labels: bool = True):
+def plot_timeline(trace: Trace, *, ax=None, ideal: float | None = None, title: str = "", labels: bool = True, held: str = ""):
     """Draw `trace` and return the axes.
 
     ideal: seconds at which a perfect run would end, drawn as a dashed line; labels=False leaves out the letters in the bars.
+    held: what live events count, if not bytes ("activations").
     """
     peaks = words.peak_bytes(trace)
     row = 1.5 if peaks else 1.0
@@ -95,12 +96,12 @@ def plot_timeline(trace: Trace, *, ax=None, ideal: float | None = None, title: s
         ax.axvline(ideal * PS / unit, color="black", linestyle="--", linewidth=1.2, gid="fw-ideal")
     if title:
         ax.set_title(title, pad=22)
-    said = _caption(trace, peaks, joined)
+    said = _caption(trace, peaks, joined, held)
     style.caption(ax, said if ideal is None else f"{said}; dashed: ideal, {words.time_text(ideal * PS)}")
     return ax
 
 
-def _caption(trace: Trace, peaks: dict, joined: bool) -> str:
+def _caption(trace: Trace, peaks: dict, joined: bool, held: str) -> str:
     """Figures under the picture: the two bubbles by their two names, the peak, and whether columns were joined."""
     if not len(trace):
         return "nothing was recorded"
@@ -114,7 +115,8 @@ def _caption(trace: Trace, peaks: dict, joined: bool) -> str:
     if trace.messages_sent():
         said.append(f"{words.bytes_text(trace.bytes_sent())} sent")
     if peaks:
-        said.append(f"peak {words.bytes_text(max(peaks.values()))}")
+        most = max(peaks.values())
+        said.append(f"peak {most:g} {held}" if held else f"peak {words.bytes_text(most)}")
     if joined:
         said.append("many events: each column shows what filled most of it")
     return "; ".join(said)

@@ -178,18 +178,19 @@ class Stage:
         return self.scene(str(ask.get("algorithm")), int(ask.get("ranks", 4)), str(ask.get("slow", "")), int(ask.get("id", 0)))
 
     def title(self, scene: dict) -> str:
-        """The same from run to run."""
-        return f"Theatre({scene['algorithm']}, {scene['ranks']} ranks)"
+        """The same from run to run, and readable where no kernel runs."""
+        return f"The message theatre ({scene['algorithm']}, {scene['ranks']} ranks): run this cell to get it back."
 
 
 def widget_class(name: str, script: str):
     """An anywidget class that draws with `script`: the kernel's side, `stage`, answers each request with a scene.
 
+    script: a file of front/, or several joined by "+", which are read in that order.
     stage.answer(request) -> scene, with the request's id;  stage.title(scene) -> the plain twin of a saved output.
     """
 
     class Front(anywidget.AnyWidget):
-        _esm = (FRONT / "frame.js").read_text(encoding="utf-8") + (FRONT / script).read_text(encoding="utf-8")
+        _esm = "".join((FRONT / one).read_text(encoding="utf-8") for one in ("frame.js", *script.split("+")))
         _css = (FRONT / "widgets.css").read_text(encoding="utf-8")
         choices = traitlets.List(traitlets.Unicode()).tag(sync=True)
         scene = traitlets.Dict().tag(sync=True)
@@ -222,7 +223,7 @@ def stand(stage, scene: dict, script: str, *, headings: tuple[str, str], lines: 
     if not live():
         _show_words(headings[0], lines)
         return None
-    widget = widget_class(Path(script).stem.title(), script)(stage, choices=list(choices), scene=scene)
+    widget = widget_class(Path(script.rpartition("+")[2]).stem.title(), script)(stage, choices=list(choices), scene=scene)
     from IPython.display import display
 
     display(widget)

@@ -114,9 +114,13 @@ def plot_winner_map(data: WinnerMap, *, marks=(), ax=None, title: str = "", sour
                 if f.beside:
                     long, short = f"{f.winner} ≈ {f.beside}", f"{letter[f.winner]}≈{letter[f.beside]}"
                 text = next((t for t in (long, short) if 0.075 * len(t) + 0.1 < width), "")
-                box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
-                middle = (f.start * f.end) ** 0.5
-                ax.text(middle, row, text, ha="center", va="center", fontsize=8, gid="fw-winner", bbox=box)
+                look = {
+                    "fontsize": 8,
+                    "bbox": {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+                }
+                if not text:  # a sliver: its letters stand upright
+                    text, look = short, {"fontsize": 6.5, "rotation": 90}
+                ax.text((f.start * f.end) ** 0.5, row, text, ha="center", va="center", gid="fw-winner", **look)
         for n, nbytes in marks:
             ax.plot([nbytes], [data.ranks.index(n) - 0.36], marker="^", color="black", markersize=6, zorder=5, gid="fw-mark")
     _size_axis(ax, data.sizes)
@@ -137,14 +141,15 @@ def shade_winners(ax, data: WinnerMap, n: int) -> None:
     for f in data.fields(n):
         _paint(ax, data, f, 0, 1, transform=ax.get_xaxis_transform(), alpha=0.5)
         text = letter[f.winner] + (f"≈{letter[f.beside]}" if f.beside else "")
-        if 0.085 * len(text) + 0.05 < inch * _octaves(f.start, f.end):
-            ax.text((f.start * f.end) ** 0.5, 0.02, text, transform=ax.get_xaxis_transform(), ha="center", va="bottom",
-                    fontsize=10, fontweight="bold", gid="fw-winner")  # fmt: skip
+        fits = 0.085 * len(text) + 0.05 < inch * _octaves(f.start, f.end)
+        look = {"fontsize": 10} if fits else {"fontsize": 7, "rotation": 90}
+        ax.text((f.start * f.end) ** 0.5, 0.02, text, transform=ax.get_xaxis_transform(), ha="center", va="bottom",
+                fontweight="bold", gid="fw-winner", **look)  # fmt: skip
     ax.set_xlim(data.sizes[0], data.sizes[-1])
 
 
 def _paint(ax, data, f, bottom, height, *, transform=None, alpha=1.0):
-    colour = style.series_style(data.algorithms.index(f.winner))["color"]
+    colour = style.series_style(style.series_places(data.algorithms)[f.winner])["color"]
     where = ((f.start, bottom), f.end - f.start, height)
     more = {} if transform is None else {"transform": transform}
     ax.add_patch(plt.Rectangle(*where, facecolor=colour, alpha=(0.16 if f.beside else 0.5) * alpha, zorder=0, **more))
@@ -153,11 +158,16 @@ def _paint(ax, data, f, bottom, height, *, transform=None, alpha=1.0):
 
 
 def _name(ax, data, title, source):
-    named = {name for n in data.ranks for f in data.fields(n) for name in (f.winner, f.beside)}
+    place, fields = style.series_places(data.algorithms), [f for n in data.ranks for f in data.fields(n)]
+    winners, beside = {f.winner for f in fields}, {f.beside for f in fields}
     handles = [
-        Patch(facecolor=style.series_style(k)["color"], alpha=0.5, label=f"{letter}  {name}")
-        for k, (name, letter) in enumerate(letters(data.algorithms).items())
-        if name in named
+        Patch(
+            facecolor=style.series_style(place[name])["color"] if name in winners else "none",
+            alpha=0.5,
+            label=f"{letter}  {name}" + (" (as a second only)" if name not in winners else ""),
+        )
+        for name, letter in letters(data.algorithms).items()
+        if name in winners | beside
     ]
     ax.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8,
               handlelength=1.4, columnspacing=1.2, borderaxespad=0.2)  # fmt: skip

@@ -21,12 +21,15 @@ function render({ model, el }) {
     ui.controls.append(make("label", { class: "fw-label" }, `${label} `, node, text));
     return { node, text };
   }
+  let shownRanks = String(scene.ranks); // a wire may allow fewer numbers of ranks than another
   const wire = ui.select("Wire", scene.wires.map((w) => [w, w]), scene.setting.wire, "fw-wire", () => { own = {}; explore(); });
   const ranks = ui.select("Ranks n", scene.ranks.map((n) => [String(n), String(n)]), String(scene.setting.n), "fw-n", explore);
   const size = slider("Bytes S", octaves[0], octaves.at(-1), "fw-size", explore);
   ui.controls.append(make("span", { class: "fw-break" }));
+  const where = [0, 1].map(() => make("span", {}));
   const alpha = slider("alpha", ...limits("alpha"), "fw-alpha", () => { own.alpha = 10 ** (alpha.node.value * STEP); explore(); });
   const bandwidth = slider("1/beta", ...limits("bandwidth"), "fw-bandwidth", () => { own.bandwidth = 10 ** (bandwidth.node.value * STEP); explore(); });
+  alpha.node.before(where[0]); bandwidth.node.before(where[1]);
   ui.controls.append(make("span", { class: "fw-break" }));
   const switches = scene.all.map((name) => {
     const node = make("input", { type: "checkbox", checked: true, "data-testid": `fw-on-${name}`, onchange: () => {
@@ -43,7 +46,7 @@ function render({ model, el }) {
   const tips = new Map([pin, next].map((node) => [node, node.title]));
   for (const node of [alpha.node, bandwidth.node]) tips.set(node, "Of the wire; where there are nodes, of the wire between them");
 
-  const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });
+  const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side fw-side-wide", "data-testid": "fw-side" });
   ui.stage.append(main, side);
   const questions = asker(model, (fresh) => {
     const was = scene;
@@ -62,7 +65,12 @@ function render({ model, el }) {
 
   function draw() {
     const { setting: now, texts } = scene, shut = scene.curtain;
+    if (String(scene.ranks) !== shownRanks) {
+      shownRanks = String(scene.ranks);
+      ranks.replaceChildren(...scene.ranks.map((n) => make("option", { value: String(n) }, String(n))));
+    }
     wire.value = now.wire; ranks.value = String(now.n);
+    for (const node of where) node.textContent = scene.nodes ? "between nodes " : "";
     size.node.value = Math.round(2 * Math.log2(now.size)); size.text.textContent = texts.size;
     alpha.node.value = Math.round(Math.log10(now.alpha) / STEP); alpha.text.textContent = texts.alpha;
     bandwidth.node.value = Math.round(Math.log10(now.bandwidth) / STEP); bandwidth.text.textContent = texts.bandwidth;
@@ -119,23 +127,36 @@ function render({ model, el }) {
       make("rect", { x: BOX.x, y: BOX.y, width: BOX.w, height: BOX.h, fill: "none", stroke: "#444" }));
     const inside = make("g", { "clip-path": `url(#fw-box-${uid})` });
     svg.append(inside);
-    for (const curve of pinned && !scene.curtain ? pinned.curves : [])
-      inside.append(make("path", { d: line(curve.seconds), class: "fw-old", "data-testid": "fw-old" }));
-    scene.curves.forEach((curve, k) => {
-      const [colour, dash, letter] = scene.looks[curve.name], at = 3 + 4 * k, t = curve.seconds[at];
+    (pinned && !scene.curtain ? pinned.curves : []).forEach((curve, k) => { // letters at the right end, where the present curves have none
+      const at = scene.sizes.length - 3 - 3 * k;
+      inside.append(make("path", { d: line(curve.seconds), class: "fw-old", "data-testid": "fw-old" }),
+        make("circle", { cx: x(scene.sizes[at]), cy: y(curve.seconds[at]), r: 6, fill: "#eee", stroke: "#777" }),
+        make("text", { x: x(scene.sizes[at]), y: y(curve.seconds[at]) + 3.5, "text-anchor": "middle", class: "fw-tag fw-old-tag" }, scene.looks[curve.name][2]));
+    });
+    const dotted = [...new Set(scene.dots.flatMap((dot) => dot.points.map((point) => point[0])))].map(x);
+    const free = scene.sizes.map((_, k) => k).filter((k) => k % 3 === 1 && dotted.every((at) => x(scene.sizes[k]) < at - 14 || x(scene.sizes[k]) > at + 30));
+    scene.curves.forEach((curve, k) => { // tags keep clear of the dots and their letters
+      const [colour, dash, letter] = scene.looks[curve.name], at = free[k % free.length], t = curve.seconds[at];
       inside.append(make("path", { d: line(curve.seconds), class: "fw-curve", stroke: colour, "stroke-dasharray": dash, "data-name": curve.name }),
         make("circle", { cx: x(scene.sizes[at]), cy: y(t), r: 7, fill: "#fff", stroke: colour }),
         make("text", { x: x(scene.sizes[at]), y: y(t) + 3.5, "text-anchor": "middle", class: "fw-tag" }, letter));
     });
-    scene.dots.forEach(({ name, points }, k) => { // side by side, or dots of one size would cover each other
-      for (const [bytes, t, low, high] of points) {
-        const at = x(bytes) + 11 * (k - (scene.dots.length - 1) / 2);
-        inside.append(make("g", { class: "fw-dot" },
-          make("line", { x1: at, x2: at, y1: y(low), y2: y(high), stroke: scene.looks[name][0], "stroke-width": 2 }),
-          make("circle", { cx: at, cy: y(t), r: 5.5, fill: "#fff", stroke: scene.looks[name][0], "stroke-width": 2.5 }, make("title", {}, `${name}, measured`)),
-          make("text", { x: at, y: y(t) + 3, "text-anchor": "middle", class: "fw-tag" }, scene.looks[name][2])));
-      }
-    });
+    for (const at of dotted) { // every dot where it was measured; the letters stand beside it, pushed apart, each with a thread to its dot
+      const found = scene.dots.flatMap(({ name, points }) => points.filter((point) => x(point[0]) === at).map((point) => ({ name, point })));
+      found.sort((a, b) => b.point[1] - a.point[1]);
+      let above = -Infinity;
+      const places = found.map(({ point }) => { above = Math.max(y(point[1]), above + 11); return above; });
+      const down = Math.max(0, places.at(-1) - (BOX.y + BOX.h - 24)) + (places.at(-1) - places[0] - (y(found.at(-1).point[1]) - y(found[0].point[1]))) / 2;
+      found.forEach(({ name, point: [, t, low, high] }, k) => {
+        const [colour, , letter] = scene.looks[name], beside = places[k] - down;
+        inside.append(make("g", { class: "fw-dot", "data-name": name },
+          make("line", { x1: at, x2: at, y1: y(low), y2: y(high), stroke: colour, "stroke-width": 1.5 }),
+          make("line", { x1: at, x2: at + 14, y1: y(t), y2: beside, stroke: colour, "stroke-width": 0.8 }),
+          make("circle", { cx: at, cy: y(t), r: 3.5, fill: "#fff", stroke: colour, "stroke-width": 2 }, make("title", {}, `${name}, measured`)),
+          make("rect", { x: at + 14, y: beside - 5.5, width: 11, height: 11, fill: "#fff", stroke: colour, "stroke-width": 0.8 }),
+          make("text", { x: at + 19.5, y: beside + 3.5, "text-anchor": "middle", class: "fw-tag" }, letter)));
+      });
+    }
     if (!scene.curtain) {
       const at = x(scene.setting.size);
       inside.append(make("line", { x1: at, x2: at, y1: BOX.y, y2: BOX.y + BOX.h, class: "fw-cursor" }));
@@ -146,14 +167,16 @@ function render({ model, el }) {
 
   function drawSide() {
     const table = make("table", { class: "fw-table" });
-    if (scene.table.length) table.append(make("tr", {}, ...["", "time", "messages", "bytes"].map((text) => make("th", {}, text))));
+    const share = (s) => `${s < 10 ? s.toFixed(2) : Math.round(s)} S`;
+    const across = scene.nodes ? ["between"] : [];
+    if (scene.table.length) table.append(make("tr", {}, ...["", "time", "messages", "bytes", ...across].map((text) => make("th", {}, text))));
     for (const row of scene.table) {
-      const line = make("tr", { title: `${row.messages} messages in a row, ${row.share.toPrecision(3)} S in all` });
-      for (const text of [`${scene.looks[row.name][2]} ${row.name}`, row.text, String(row.messages), `${row.share < 10 ? row.share.toFixed(2) : Math.round(row.share)} S`])
+      const line = make("tr", { title: `${row.messages} messages in a row, ${row.share.toPrecision(3)} S in all, ${row.across.toPrecision(3)} S of it between nodes` });
+      for (const text of [`${scene.looks[row.name][2]} ${row.name}`, row.text, String(row.messages), share(row.share), ...across.map(() => share(row.across))])
         line.append(make("td", {}, text));
       table.append(line);
     }
-    const head = scene.curtain ? "The answer unlocks the curves." : `At the cursor, ${scene.texts.size}. In a row:`;
+    const head = scene.curtain ? "The answer unlocks the curves." : `At the cursor, ${scene.texts.size}; the longest chain of messages that wait for each other${scene.nodes ? ", and how much of it goes between nodes" : ""}:`;
     const dots = scene.dots.length ? [make("div", { class: "fw-hint" }, `Measured: ${scene.dots.map((d) => `${scene.looks[d.name][2]} ${d.name}`).join(", ")}`)] : [];
     const old = pinned ? `Pinned (grey): ${pinned.setting.n} ranks, ${pinned.setting.wire}, ${pinned.texts.alpha}, ${pinned.texts.bandwidth}; at ${pinned.texts.size} ${pinned.table[0].name} won with ${pinned.table[0].text}.`
       : "Pin keeps a ghost of the present curves.";
