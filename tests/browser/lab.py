@@ -238,11 +238,149 @@ def drive_explorer(lab, widget):
     curves = widget.locator(".fw-curve").count()
     act(part("fw-on-star").click, "a switch")
     assert widget.locator(".fw-curve").count() == curves - 1
-    for name in ("halving", "hierarchical", "halving"):
+    for name in ("ring", "tree", "hierarchical"):
         act(lambda: part("fw-next").press("n"), "the key n")
         assert widget.locator(".fw-curve").count() == 0, "a hidden point is not hidden"
         act(part(f"fw-name-{name}").click, "an answer")
     assert "Goal reached" in part("fw-goal").inner_text()
 
 
-widget_drivers = {"fw-theatre": drive_theatre, "fw-explorer": drive_explorer}
+def drive_buckets(lab, widget):
+    """The bucket explorer: a guess unlocks it, every control by mouse and by key, the ghost, and the goal."""
+
+    def part(name):
+        return widget.get_by_test_id(name)
+
+    def settled():
+        wait_until(lab, lambda: widget.get_attribute("aria-busy") is None, "no answer from the kernel")
+
+    def act(do, what):
+        changed(lab, widget, do, what)
+        settled()
+
+    locked = ("fw-case", "fw-bucket", "fw-bandwidth", "fw-backward", "fw-pin", "fw-next")
+    assert all(part(name).is_disabled() for name in locked), "open before a guess"
+    assert widget.locator(".fw-curve, .fw-block").count() == 0, "the curve or the buckets are there before a guess"
+    act(part("fw-choice-4").click, "a wrong answer")
+    assert part("fw-words").inner_text().startswith("No: one bucket") and "Not yet" in part("fw-goal").inner_text()
+    assert widget.locator(".fw-curve").count() == 1 and widget.locator(".fw-exposed").count() > 0
+    act(part("fw-pin").click, "Pin")
+    for name in ("fw-bucket", "fw-bandwidth", "fw-backward"):
+        act(lambda name=name: part(name).press("ArrowLeft"), f"{name} by key")
+    act(lambda: choose(part("fw-case")), "another case")
+    assert widget.locator("[data-testid=fw-old]").count() > 0, "the pinned curve is gone"
+    assert widget.locator("[data-testid=fw-old-bar]").count() > 0, "the pinned buckets are gone"
+    for key in ("a", "d", "b"):  # the points after the first
+        act(lambda: part("fw-next").press("n"), "the key n")
+        assert widget.locator(".fw-curve, .fw-block").count() == 0, "a hidden point is not hidden"
+        act(lambda key=key: part("fw-choice-0").press(key), "an answer by key")
+    assert "Goal reached" in part("fw-goal").inner_text()
+
+
+def drive_bubble(lab, widget):
+    """The bubble explorer: a guess unlocks it, every control by mouse and key, the scrubber, the three goals."""
+
+    def part(name):
+        return widget.get_by_test_id(name)
+
+    def settled():
+        wait_until(lab, lambda: widget.get_attribute("aria-busy") is None, "no answer from the kernel")
+
+    def act(do, what):
+        changed(lab, widget, do, what)
+        settled()
+
+    def set_to(**values):
+        for name, value in values.items():
+            if part(f"fw-{name}").input_value() != value:
+                act(lambda name=name, value=value: part(f"fw-{name}").select_option(value), name)
+
+    names = ("schedule", "p", "m", "v", "cap", "F", "I", "W", "link", "slow", "factor")
+    assert all(part(f"fw-{name}").is_disabled() for name in (*names, "pin", "next", "scrub")), "open before a guess"
+    act(part("fw-answer-b").click, "a wrong answer")
+    assert part("fw-words").inner_text().startswith("No, not") and "Not yet" in part("fw-goal").inner_text()
+    assert part("fw-old").count() == 1, "the setting before is not kept as a ghost"
+    act(part("fw-pin").click, "Pin")
+    for key in ("d", "c"):
+        act(lambda: part("fw-next").press("n"), "the key n")
+        assert part("fw-question").count() == 1
+        act(lambda key=key: part("fw-answer-a").press(key), "an answer by key")
+        assert part("fw-words").inner_text().startswith("Right")
+    for _ in range(3):
+        changed(lab, widget, lambda: part("fw-scrub").press("ArrowRight"), "the scrubber by key")
+    assert "t = " in part("fw-at").inner_text() and "0F" in part("fw-moment").inner_text()
+    set_to(schedule="interleaved", v="3", p="3", F="0.5", cap="2", factor="1.5")
+    assert widget.locator(".fw-cap").count() == 3, "the cap is not drawn"
+    set_to(schedule="1f1b-doubled", slow="-1", cap="0", p="4", m="8", F="1", I="1", W="1", link="0.25")
+    assert "34.5 long, holds 7" in part("fw-words").inner_text()
+    set_to(link="0", schedule="fill", cap="4")
+    assert "27 long, holds 4" in part("fw-words").inner_text()
+    lab.screenshot("fw-bubble_filled")
+    set_to(p="16", m="64")
+    lab.screenshot("fw-bubble_16x64")
+    set_to(p="4", slow="2", schedule="1f1b")
+    assert "Goal reached" in part("fw-goal").inner_text()
+
+
+def drive_editor(lab, widget):
+    """The schedule editor: a guess unlocks Check, an illegal cell is outlined, a known one is loaded, goals turn green."""
+
+    def part(name):
+        return widget.get_by_test_id(name)
+
+    def settled():
+        wait_until(lab, lambda: widget.get_attribute("aria-busy") is None, "no answer from the kernel")
+
+    def act(do, what):
+        changed(lab, widget, do, what)
+        settled()
+
+    def write(text):
+        part("fw-text").fill(text)
+
+    assert part("fw-check").is_disabled() and part("fw-run").is_disabled(), "open before a guess"
+    part("fw-guess").fill("33")
+    act(part("fw-check").click, "Check")
+    words = part("fw-words").inner_text()
+    assert words.startswith("Legal.") and "You guessed 33" in words
+    act(part("fw-pin").click, "Pin")
+    changed(lab, widget, lambda: part("fw-scrub").press("ArrowRight"), "the scrubber by key")
+    legal = part("fw-text").input_value()
+    lines = legal.splitlines()
+    cells = lines[1].split()
+    back = next(k for k, cell in enumerate(cells) if cell.startswith("1B"))
+    cells.insert(1, cells.pop(back))
+    write("\n".join([lines[0], " ".join(cells), *lines[2:]]))
+    act(lambda: part("fw-text").press("Control+Enter"), "Check by key")
+    assert part("fw-bad").count() == 1 and "Rank 1, cell 2: B0 on stage 1 needs B0 from stage 2" in part("fw-words").inner_text()
+    lab.screenshot("fw-editor_bad")
+    write("nonsense")
+    act(part("fw-check").click, "Check of nonsense")
+    assert part("fw-error").count() == 1
+    act(lambda: part("fw-load").select_option("1f1b"), "Load")
+    assert part("fw-check").is_disabled(), "a loaded schedule wants a guess of its own"
+    part("fw-guess").fill("30")
+    act(part("fw-check").click, "Check of 1F1B")
+    act(lambda: part("fw-F").select_option("2"), "F")
+    act(lambda: part("fw-F").select_option("1"), "F back")
+    if part("fw-run").is_enabled():
+        act(part("fw-run").click, "Run on ranks")
+        assert part("fw-words").inner_text().strip()
+    rows = []
+    for rank in range(4):  # ZB-H1, as the last goal wants it
+        row = [f"{rank}F{m}" for m in range(4 - rank)]
+        for m in range(8):
+            row += [f"{rank}I{m}"] + [f"{rank}W{m - rank}"] * (m >= rank) + [f"{rank}F{m + 4 - rank}"] * (m + 4 - rank < 8)
+        rows.append(" ".join(row + [f"{rank}W{m}" for m in range(8 - rank, 8)]))
+    write("\n".join(rows))
+    act(part("fw-check").click, "Check of ZB-H1")
+    assert "27 slots" in part("fw-words").inner_text() and "Goal reached" in part("fw-goal").inner_text()
+
+
+widget_drivers = {
+    "fw-bubble": drive_bubble,
+    "fw-buckets": drive_buckets,
+    "fw-editor": drive_editor,
+    "fw-explorer": drive_explorer,
+    "fw-theatre": drive_theatre,
+}

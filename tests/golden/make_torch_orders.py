@@ -25,7 +25,8 @@ def row_of(actions):
 
 def main():
     with PATH.open("w", newline="") as file:
-        file.write(f"# torch {torch.__version__.partition('+')[0]}, torch.distributed.pipelining; made by {Path(__file__).name}\n")
+        version = torch.__version__.partition("+")[0]
+        file.write(f"# torch {version}, torch.distributed.pipelining; made by {Path(__file__).name}\n")
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["schedule", "ranks", "microbatches", "rank", "actions", "refused"])
         for name in NAMES:

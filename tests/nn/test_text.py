@@ -77,3 +77,11 @@ def test_held_out_text_is_never_trained_on():
 def test_refusals(kwargs, hint):
     with pytest.raises(ValueError, match=hint):
         batch(**{"seed": 0, "step": 0, "rank": 0, "batch": 2, "length": 8, **kwargs})
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_targets_can_be_masked_without_touching_tokens(rows):
+    tokens, targets = batch(0, 0, batch=rows, length=8)
+    before = tokens.clone()
+    targets[:, 3:] = -100
+    assert torch.equal(tokens, before) and tokens.is_contiguous() and targets.is_contiguous()

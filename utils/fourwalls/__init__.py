@@ -27,8 +27,11 @@ _WHERE = {
     "reset": "course.home",
     "theatre": "course.theatre",
     "explorer": "course.explorer",
+    "bucket_explorer": "course.bucket_explorer",
+    "bubble_explorer": "course.pipeline_widgets",
+    "schedule_editor": "course.pipeline_widgets",
 }
-_PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "ranks", "viz")
+_PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "parallel", "ranks", "viz")
 
 __all__ = [*_WHERE, *_PACKAGES]
 

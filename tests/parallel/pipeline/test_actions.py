@@ -1,4 +1,4 @@
-"""Actions print and parse back, errors name the cell and the nearest thing that would be read, and needs are what the text says."""
+"""Actions print and parse back, errors name the cell and the nearest thing that would be read, needs are what the text says."""
 
 import re
 
@@ -74,7 +74,10 @@ def test_what_is_no_action_is_named_with_the_nearest_that_is(cell, says):
         read([["0F0"], [cell]])
 
 
-@pytest.mark.parametrize("bad", [None, 7, [], [[3]], [[(0, "F")]], [[(0, "X", 1)]], [[(-1, "F", 1)]], [5], [Action(0, "F", 0)], "", "# a"])
+NO_SCHEDULES = [None, 7, [], [[3]], [[(0, "F")]], [[(0, "X", 1)]], [[(-1, "F", 1)]], [5], [Action(0, "F", 0)], "", "# a"]
+
+
+@pytest.mark.parametrize("bad", NO_SCHEDULES)
 def test_what_is_no_schedule_is_refused(bad):
     with pytest.raises(ValueError, match="action|empty|schedule"):
         read(bad)

@@ -75,7 +75,8 @@ def check_judged(m):
 
 
 def check_incomplete(m):
-    for text in ("0F0", "0F0 0I0", "0F0 0F0 0B0", "0F0 0I0 0W0 0B0", "0F0 0B0\n1F0 1B0 0F1 0B1", "0F0 0B0\n2F0 2B0", "0F0 0B0\n0F1 0B1"):
+    two = ("0F0 0B0\n1F0 1B0 0F1 0B1", "0F0 0B0\n2F0 2B0", "0F0 0B0\n0F1 0B1")
+    for text in ("0F0", "0F0 0I0", "0F0 0F0 0B0", "0F0 0I0 0W0 0B0", *two):
         assert not m.is_legal(text), text
 
 
@@ -130,23 +131,73 @@ def check_cuts(m):
 
 
 MUTANTS = [
-    ("schedules", "2 * left - 1 if doubled else left,", "2 * left - 1 if doubled else left + 1,", lambda m: check_held(m, False)),
+    (
+        "schedules",
+        "2 * left - 1 if doubled else left,",
+        "2 * left - 1 if doubled else left + 1,",
+        lambda m: check_held(m, False),
+    ),
     ("schedules", "2 * left - 1 if doubled", "2 * left if doubled", lambda m: check_held(m, True)),
-    ("schedules", "if warm_up + m < microbatches:", "if warm_up + m <= microbatches:", lambda m: check_legal(m, "one_f_one_b", 3, 5)),
-    ("schedules", 'for kind in "FB" for m in range(microbatches)]', 'for kind in "BF" for m in range(microbatches)]', lambda m: check_legal(m, "gpipe", 2, 3)),
-    ("interleaved", "2 * (ranks - 1 - rank), microbatches", "(ranks - 1 - rank), microbatches", lambda m: check_torch_order(m, "interleaved_one_f_one_b", "Interleaved1F1B")),
-    ("interleaved", "for c in reversed(range(chunks)) for m in group]", "for c in range(chunks) for m in group]", lambda m: check_legal(m, "interleaved_one_f_one_b", 2, 4, 2)),
-    ("interleaved", "for c, m in reversed(down)]", "for c, m in down]", lambda m: check_legal(m, "looped_breadth_first", 2, 4, 2)),
-    ("zero_bubble", "late = 2 * rank if doubled else rank", "late = 2 * rank if doubled else rank + 1", lambda m: check_peak(m, "zb_h1", 4)),
+    (
+        "schedules",
+        "if warm_up + m < microbatches:",
+        "if warm_up + m <= microbatches:",
+        lambda m: check_legal(m, "one_f_one_b", 3, 5),
+    ),
+    (
+        "schedules",
+        'for kind in "FB" for m in range(microbatches)]',
+        'for kind in "BF" for m in range(microbatches)]',
+        lambda m: check_legal(m, "gpipe", 2, 3),
+    ),
+    (
+        "interleaved",
+        "2 * (ranks - 1 - rank), microbatches",
+        "(ranks - 1 - rank), microbatches",
+        lambda m: check_torch_order(m, "interleaved_one_f_one_b", "Interleaved1F1B"),
+    ),
+    (
+        "interleaved",
+        "for c in reversed(range(chunks)) for m in group]",
+        "for c in range(chunks) for m in group]",
+        lambda m: check_legal(m, "interleaved_one_f_one_b", 2, 4, 2),
+    ),
+    (
+        "interleaved",
+        "for c, m in reversed(down)]",
+        "for c, m in down]",
+        lambda m: check_legal(m, "looped_breadth_first", 2, 4, 2),
+    ),
+    (
+        "zero_bubble",
+        "late = 2 * rank if doubled else rank",
+        "late = 2 * rank if doubled else rank + 1",
+        lambda m: check_peak(m, "zb_h1", 4),
+    ),
     ("zero_bubble", "late = 2 * rank if doubled", "late = rank if doubled", lambda m: check_published(m, "zb_h2", "br_ZB_H2")),
     ("v_shape", "2 * ranks - 1 - rank", "2 * ranks - 2 - rank", lambda m: check_torch_order(m, "zb_v", "ZBVZeroBubble")),
-    ("v_shape", '"B" if k < whole_ones else "I"', '"B" if k <= whole_ones else "I"', lambda m: check_torch_order(m, "dualpipe_v", "DualPipeV")),
+    (
+        "v_shape",
+        '"B" if k < whole_ones else "I"',
+        '"B" if k <= whole_ones else "I"',
+        lambda m: check_torch_order(m, "dualpipe_v", "DualPipeV"),
+    ),
     ("v_shape", "if k == 0 and behind == 0:", "if k == 0:", lambda m: check_torch_order(m, "dualpipe_v", "DualPipeV")),
     ("fill", "self.held[rank] + 1 <= self.limit", "self.held[rank] <= self.limit", check_fill),
     ("fill", 'if last == "F" else', 'if last == "I" else', check_fill),
     ("fill", "if owed and gap > 0 and", "if False and", check_fill),
-    ("legality", "for product in gives(action):\n                    done.add(product)", 'for product in (*gives(action), ("G", action.stage, action.microbatch)):\n                    done.add(product)', check_judged),
-    ("legality", "next((n for a in parts(cell) for n in needs(a, stages) if n not in done), None)", "next((n for a in parts(cell)[:1] for n in needs(a, stages) if n not in done), None)", check_judged),
+    (
+        "legality",
+        "for product in gives(action):\n                    done.add(product)",
+        'for product in (*gives(action), ("G", action.stage, action.microbatch)):\n                    done.add(product)',
+        check_judged,
+    ),
+    (
+        "legality",
+        "next((n for a in parts(cell) for n in needs(a, stages) if n not in done), None)",
+        "next((n for a in parts(cell)[:1] for n in needs(a, stages) if n not in done), None)",
+        check_judged,
+    ),
     ("legality", 'return sets["I"] == sets["W"] and not sets["I"] & sets["B"] and', "return", check_incomplete),
     ("legality", "if homes != stages or", "if", check_incomplete),
     ("legality", 'sets["I"] | sets["B"] == sets["F"]', "True", check_incomplete),
@@ -157,16 +208,36 @@ MUTANTS = [
     ("simulate", 's * n, seconds["F"][s], into[s])', 's * n, seconds["F"][s], 0)', check_walk),
     ("simulate", "round(total * self.times.joined)", "total", check_walk),
     ("simulate", "if clock > begin:\n                        begin = clock", "pass", check_walk),
-    ("simulate", "(whole - sum(self.work)) / whole if whole", "(whole - sum(self.work)) / sum(self.work) if whole", check_bubbles),
-    ("simulate", "(self.ranks * self.makespan - work) / work if", "(self.ranks * self.makespan - work) / (self.ranks * self.makespan) if", check_bubbles),
+    (
+        "simulate",
+        "(whole - sum(self.work)) / whole if whole",
+        "(whole - sum(self.work)) / sum(self.work) if whole",
+        check_bubbles,
+    ),
+    (
+        "simulate",
+        "(self.ranks * self.makespan - work) / work if",
+        "(self.ranks * self.makespan - work) / (self.ranks * self.makespan) if",
+        check_bubbles,
+    ),
     ("simulate", '"I": kept - 1.0, "W": -kept', '"I": -1.0, "W": 0.0', check_bubbles),
-    ("simulate", 'other = stage - 1 if kind == "F" else stage + 1 if kind in "BI" else -1', 'other = stage + 1 if kind == "F" else stage - 1 if kind in "BI" else -1', check_trace),
-    ("simulate", "0 <= other < run.stages and rank_of[other] != rank:", "0 <= other < run.stages - 1 and rank_of[other] != rank:", check_trace),
+    (
+        "simulate",
+        'other = stage - 1 if kind == "F" else stage + 1 if kind in "BI" else -1',
+        'other = stage + 1 if kind == "F" else stage - 1 if kind in "BI" else -1',
+        check_trace,
+    ),
+    ("simulate", "shown and 0 <= other < run.stages and", "shown and 0 <= other < run.stages - 1 and", check_trace),
     ("simulate", '[(gradients + s * n, nobody, seconds["W"][s], 0)', '[(always, nobody, seconds["W"][s], 0)', check_hang),
     ("simulate", "check(self.schedule)  # says why", "pass", check_hang),
-    ("partition", "worst = max(best[first], price(stage, first, end))", "worst = best[first] + price(stage, first, end)", check_cuts),
+    (
+        "partition",
+        "worst = max(best[first], price(stage, first, end))",
+        "worst = best[first] + price(stage, first, end)",
+        check_cuts,
+    ),
     ("partition", "if stage < self.stages - 1 else 0.0", "if False else 0.0", check_cuts),
-]  # fmt: skip
+]
 
 
 def module_of(name, old=None, new=None):

@@ -45,9 +45,9 @@ def test_h2_needs_the_span_and_not_the_makespan():
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_interleaved_and_the_gap(row):
-    """One layer a chunk. Ours is dearer by p times the link, in all twelve settings: with that taken off, four decimals agree.
+    """One layer a chunk. Ours is dearer by p times the link in all twelve settings: with that taken off, four decimals agree.
 
-    In ours the longest chain holds 2 (p v - 1) messages, one for every hop of the first micro-batch, down and up; in theirs p less.
+    In ours the longest chain holds 2 (p v - 1) messages, a hop each of the first micro-batch, down and up; in theirs p less.
     """
     p, m, (f, b, w), link = setting(row)
     v = LAYERS[row["model"]] // p
@@ -99,7 +99,12 @@ def test_small_memory_is_kept_to(limit):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"limit": 0.5}, "nearest legal: 1"), ({"limit": "x"}, "limit is 'x'"), ({"after_input": 2}, "0 to 1"), ({"objective": "x"}, "span")],
+    [
+        ({"limit": 0.5}, "nearest legal: 1"),
+        ({"limit": "x"}, "limit is 'x'"),
+        ({"after_input": 2}, "0 to 1"),
+        ({"objective": "x"}, "span"),
+    ],
 )
 def test_bad_wishes_are_refused(options, says):
     with pytest.raises(ValueError, match=says):

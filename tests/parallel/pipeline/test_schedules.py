@@ -1,4 +1,4 @@
-"""Schedules are legal at every size, equal torch's own where it has them, hold what their text says, and refuse what they must."""
+"""Schedules are legal at every size, equal torch's own where it has them, hold what they say, and refuse what they must."""
 
 import csv
 import re
@@ -75,8 +75,8 @@ def test_orders_equal_torchs_own(key):
     theirs = flat(theirs)
     ours = flat(build(OURS[name], ranks, microbatches, chunks=2))
     if name == "1F1B":
-        # On purpose: the list that torch 2.13 gives for the last stage begins with F1 and ends with F(m), a micro-batch that there
-        # is not; its F0 is missing. (What torch runs is right; only the list for pictures is off by one.) Shifted, it is ours.
+        # On purpose: the list that torch 2.13 gives for the last stage begins with F1 and ends with F(m), a micro-batch that does
+        # not exist; its F0 is missing. (Only the list for pictures is off by one, not what runs.) Shifted, it is ours.
         last = theirs[-1]
         assert last[0] == (ranks - 1, "F", 1) and (ranks - 1, "F", microbatches) in last
         theirs[-1] = [a._replace(microbatch=a.microbatch - 1) if a.kind == "F" else a for a in last]

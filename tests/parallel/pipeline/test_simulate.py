@@ -143,7 +143,8 @@ def test_the_trace_holds_every_message_once():
     recvs = sorted((e.name, e.start, e.end, e.rank) for e in run.trace if e.kind == "recv")
     assert sends == recvs and all(end - start == PS // 2 for _, start, end, _ in sends)
     for schedule in (build("zb-v", p, 8), build("dualpipe-v", p, 8)):  # the turn of the V sends nothing
-        assert simulate(schedule).trace.messages_sent() == 2 * (2 * p - 2) * 8
+        assert simulate(schedule, message_bytes=1).trace.messages_sent() == 2 * (2 * p - 2) * 8
+        assert simulate(schedule).trace.messages_sent() == 0, "neither bytes nor time: not shown"
     assert run.trace.sources == ("modelled",) and run.trace.makespan == run.makespan
     kinds = {e.name[1]: e.kind for e in simulate(build("zb-h1", 2, 2)).trace if e.lane == "compute" and e.kind != "wait"}
     assert kinds == {"F": "forward", "I": "input", "W": "weight"}

@@ -22,10 +22,19 @@ BENCHMARKS = {
     "broadcast": "broadcast",
     "all-to-all": "all_to_all",
     "calibrate": "calibrate",
+    "compress": "compress",
+    "data-parallel": "data_parallel",
+    "embedding": "embedding",
     "launch": "launch",
     "simulator": "simulator",
+    "pipeline": "pipeline",
+    "memory": "memory",
+    "recompute": "recompute",
+    "tensor-parallel": "tensor_parallel",
+    "zero": "zero",
 }
-ONE_MACHINE = ("launch", "simulator")  # they start ranks themselves, or none: nothing for torchrun
+# they start ranks themselves, or need none: nothing for torchrun
+ONE_MACHINE = ("embedding", "launch", "memory", "pipeline", "recompute", "simulator")
 
 
 def load(name: str) -> ModuleType:

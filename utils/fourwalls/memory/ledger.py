@@ -12,84 +12,18 @@ Workspaces inside a kernel, and the allocator's rounding, are not seen.
 
 import linecache
 import os
-import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..ranks.trace import PS, Event, Trace
-from .story import CATEGORIES, Moment, Saved, Storage, Story
+from ..ranks.comm import Comm
+from ..ranks.trace import Event, Trace
+from .story import CATEGORIES, PASSING, Moment, Saved, Storage, Story
+from .watch import Kept, Watch, line, new_storage
 
 __all__ = ["CATEGORIES", "Ledger", "step_profile"]
-
-_TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(__file__)
-
-
-def _line() -> tuple[str, int, str]:
-    """(file, line, function) of the nearest frame outside torch and this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _HERE)):
-            return file, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-    return "", 0, ""
-
-
-class _Kept:
-    """What autograd holds in place of a saved tensor. Its end is the moment from which backward no longer needs it."""
-
-    __slots__ = ("ledger", "storage", "tensor", "version")
-
-    def __init__(self, ledger: "Ledger", tensor: torch.Tensor):
-        self.ledger, self.tensor, self.storage = ledger, tensor, ledger._save(tensor)
-        self.version = self._versions()
-
-    def _versions(self) -> tuple[int, int]:
-        # autograd hands over its own copy of an output, whose counter stands still: there the storage's writes are counted
-        own = self.tensor.requires_grad or self.storage is None
-        return self.tensor._version, 0 if own else self.storage.writes
-
-    def unpack(self) -> torch.Tensor:
-        # with hooks, torch no longer checks this itself
-        if self._versions() != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.dtype} {tuple(self.tensor.shape)}, changed after it was saved for backward"
-            )
-        return self.tensor
-
-    def __del__(self):
-        self.ledger._release(self.storage)
-
-
-class _Watch(TorchDispatchMode):
-    """Shows the ledger what each operation reads and makes."""
-
-    def __init__(self, ledger: "Ledger"):
-        super().__init__()
-        self.ledger = ledger
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        ledger = self.ledger
-        for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, torch.Tensor):
-                ledger._note(leaf, "inputs", 0)  # not seen before: it was made before the block
-        out = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write and isinstance(value, torch.Tensor):
-                    ledger._note(value, "inputs", 0).writes += 1
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                ledger._note(leaf, "temporary", ledger._clock + 1)
-        ledger._tick(func.name().removeprefix("aten::"))
-        return out
 
 
 class Ledger:
@@ -98,7 +32,8 @@ class Ledger:
     model: its parameters (and buffers) are counted from the start, its gradients as they come. optimizer: anything whose `.state`
     maps parameters to dicts of tensors. inputs: tensors to count as inputs from the start; others that were made before the
     block are counted as inputs too, once an operation reads them. on_change: called with the live bytes after each operation, for
-    instance `comm.mark_live`. lines False skips looking up source lines, which is most of the cost.
+    instance. comm: a rank's communicator: moments are then those of its clock, and the live bytes go into its Trace. lines False
+    skips looking up source lines, which is most of the cost.
     """
 
     def __init__(
@@ -108,16 +43,18 @@ class Ledger:
         *,
         inputs: Iterable[torch.Tensor] = (),
         on_change: Callable[[int], None] | None = None,
+        comm: Comm | None = None,
         lines: bool = True,
     ):
         self._model, self._optimizer, self._inputs = model, optimizer, list(inputs)
-        self._on_change, self._lines = on_change, lines
+        self._on_change, self._comm, self._lines = on_change, comm, lines
+        self._marked: int | None = None  # what the Trace heard last
         self._known: dict[int, Storage] = {}  # by address of the storage's C++ object, living ones only
         self._all: list[Storage] = []
         self._saves: list[Saved] = []
         self._phases: list[tuple[int, str]] = []
-        self._ops: list[tuple[str, int]] = []  # (name of the operation, nanoseconds since the start)
-        self._clock = 0  # operations so far
+        self._ops: list[tuple[str, int]] = []  # (name of the operation, picoseconds since the start)
+        self._clock, self._begin = 0, 0  # operations so far; picoseconds at the start
         self._path: list[str] = []  # modules whose forward is running, outermost first
         self._live = 0
         self._open = False
@@ -127,6 +64,7 @@ class Ledger:
         if self._open or self._ops:
             raise RuntimeError("a Ledger records one block; make a new one")
         self._open, self._start = True, time.perf_counter_ns()
+        self._begin = 0 if self._comm is None else self._comm.clock()
         self._handles = []
         if self._model is not None:
             for p in self._model.parameters():
@@ -140,11 +78,11 @@ class Ledger:
             for name, module in self._model.named_modules():
                 self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
                 self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        self._scan_optimizer()
+        self._scan()
         for x in self._inputs:
             self._note(x, "inputs", 0)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: _Kept(self, t), _Kept.unpack)
-        self._watch = _Watch(self)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: Kept(self, t), Kept.unpack)
+        self._watch = Watch(self)
         self._hooks.__enter__()
         self._watch.__enter__()
         return self
@@ -154,17 +92,27 @@ class Ledger:
         self._hooks.__exit__(*error)
         for handle in self._handles:
             handle.remove()
-        self._scan_optimizer()
+        self._scan()
         self._tick("end")
         self._open = False
 
     def phase(self, name: str) -> None:
         """What follows belongs to phase `name`, e.g. "forward"."""
-        self._scan_optimizer()
+        self._scan()
         self._tick(f"begin {name}")  # a moment of its own: what the last operation left to be freed is gone
         self._phases.append((self._clock, name))
 
-    def _scan_optimizer(self) -> None:
+    def claim(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Count these storages as `category` from their birth on, for instance the buckets of a strategy as "buffers"."""
+        if category not in CATEGORIES:
+            raise ValueError(f"category is {category!r}; allowed: {', '.join(CATEGORIES)}")
+        for x in tensors:
+            self._note(x, "inputs", 0)
+            self._label(x, category)
+
+    def _scan(self) -> None:
+        for p in self._model.parameters() if self._model is not None else ():
+            self._label(p.grad, "gradients")
         for state in getattr(self._optimizer, "state", {}).values():
             for value in tree_leaves(dict(state)):
                 if isinstance(value, torch.Tensor):
@@ -181,9 +129,8 @@ class Ledger:
         key, size = storage._cdata, storage.nbytes()
         entry = self._known.get(key)
         if entry is None:
-            where = _line() if self._lines and category == "temporary" else ("", 0, "")
-            entry = Storage(len(self._all), size, moment, category, where, sizes=[(moment, size)])
-            entry.guard = weakref.ref(storage, lambda _: self._free(key, entry))
+            where = line() if self._lines and category in PASSING else ("", 0, "")
+            entry = new_storage(len(self._all), storage, size, moment, category, where, lambda entry: self._free(key, entry))
             self._all.append(entry)
             self._known[key] = entry
             self._live += size
@@ -204,7 +151,7 @@ class Ledger:
         """From its birth on, the storage belongs to `category`."""
         if tensor is not None and tensor.layout == torch.strided:
             entry = self._known.get(tensor.untyped_storage()._cdata)
-            if entry is not None and entry.category in ("temporary", "inputs"):
+            if entry is not None and entry.category in (*PASSING, "inputs"):
                 entry.category = category
 
     def _save(self, tensor: torch.Tensor) -> Storage | None:
@@ -212,7 +159,7 @@ class Ledger:
         if entry is not None:
             entry.holders += 1
             entry.was_saved = True
-            where = _line() if self._lines else ("", 0, "")
+            where = line() if self._lines else ("", 0, "")
             module = self._path[-1] if self._path else ""
             self._saves.append(Saved(entry, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), where, module))
         return entry
@@ -228,9 +175,13 @@ class Ledger:
 
     def _tick(self, name: str) -> None:
         self._clock += 1
-        self._ops.append((name, time.perf_counter_ns() - self._start))
+        now = (time.perf_counter_ns() - self._start) * 1000 if self._comm is None else self._comm.clock()
+        self._ops.append((name, now))
         if self._on_change is not None:
             self._on_change(self._live)
+        if self._comm is not None and self._live != self._marked:
+            self._marked = self._live
+            self._comm.mark_live(self._live)
 
     # --- answers ---------------------------------------------------------------------------------------------------
     @property
@@ -240,7 +191,7 @@ class Ledger:
 
     def story(self) -> Story:
         """Everything that was recorded, for `curve`, `table` and the rest, which are shorthands."""
-        return Story(self._all, self._saves, self._phases, self._ops)
+        return Story(self._all, self._saves, self._phases, self._ops, self._begin)
 
     @property
     def peak(self) -> int:
@@ -253,7 +204,8 @@ class Ledger:
 
     def rows(self) -> list[tuple[int, dict[str, int]]]:
         """The curve as (operation, bytes by category), as `viz.memory.plot_memory_mountain` takes it."""
-        return [(m.index, m.bytes) for m in self.curve()]
+        names = self.story().categories()
+        return [(m.index, {c: m.bytes[c] for c in names}) for m in self.curve()]
 
     def phases(self) -> list[tuple[str, int, int]]:
         """(name, first moment, last moment) of each phase."""
@@ -290,16 +242,15 @@ class Ledger:
         ]
         return "\n".join(rows)
 
-    def trace(self, rank: int = 0) -> Trace:
-        """The curve as "live" events on the memory lane, at measured times, and the phases as marks."""
-        moments = self.curve()
-        events = [
-            Event(rank, "memory", "live", m.op, m.time_ns * PS // 10**9, m.time_ns * PS // 10**9, m.total, source="measured")
-            for m in moments
-        ]
+    def trace(self, rank: int | None = None) -> Trace:
+        """The curve as "live" events on the memory lane, and the phases as marks, in the time of the rank's clock."""
+        comm, moments = self._comm, self.curve()
+        rank = rank if rank is not None else 0 if comm is None else comm.rank
+        source = "modelled" if comm is not None and comm.simulated else "measured"
+        events = [Event(rank, "memory", "live", m.op, m.time_ps, m.time_ps, m.total, source=source) for m in moments]
         for index, name in self._phases:
-            at = moments[min(index, len(moments) - 1)].time_ns * PS // 10**9
-            events.append(Event(rank, "mark", "mark", name, at, at, source="measured"))
+            at = moments[min(index, len(moments) - 1)].time_ps
+            events.append(Event(rank, "mark", "mark", name, at, at, source=source))
         return Trace(events, ranks=rank + 1)
 
 

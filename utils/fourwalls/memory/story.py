@@ -10,13 +10,14 @@ Reference: none; this is bookkeeping.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["CATEGORIES", "Moment", "Saved", "Storage", "Story"]
+__all__ = ["CATEGORIES", "PASSING", "Moment", "Saved", "Storage", "Story", "ranks_table"]
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporary")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "temporary", "buffers")
+PASSING = ("temporary", "buffers")  # what a storage is until it is claimed or saved
 
 
 @dataclass(eq=False)
@@ -38,6 +39,9 @@ class Storage:
     sizes: list = field(default_factory=list)  # (moment, bytes) where it was found resized
     guard: Any = None  # the weak reference that tells its end
 
+    def __getstate__(self) -> dict:
+        return {**vars(self), "guard": None}  # what a rank sends home
+
 
 class Saved(NamedTuple):
     """A tensor that autograd saved: its storage, shape, dtype, the line (file, line, function) and the module that saved it."""
@@ -55,11 +59,11 @@ class Saved(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Live bytes by category after operation number `index` (0: before the first), its name, and ns since the start."""
+    """Live bytes by category after operation number `index` (0: before the first), its name, and picoseconds since the start."""
 
     index: int
     op: str
-    time_ns: int
+    time_ps: int
     bytes: dict[str, int]
 
     @property
@@ -68,20 +72,20 @@ class Moment(NamedTuple):
 
 
 class Story:
-    """Storages, saves, phases as (moment before its first operation, name), operations as (name, ns)."""
+    """Storages, saves, phases as (moment before its first operation, name), operations as (name, ps); it begins at `begin` ps."""
 
-    def __init__(self, storages: list[Storage], saved: list[Saved], phases: list[tuple[int, str]], ops: list[tuple[str, int]]):
-        self.storages, self.saves, self.phases, self.ops = storages, saved, phases, ops
+    def __init__(self, storages: list[Storage], saved: list[Saved], phases: list[tuple], ops: list[tuple], begin: int = 0):
+        self.storages, self.saves, self.phases, self.ops, self.begin = storages, saved, phases, ops, begin
 
     def _spans(self, s: Storage) -> Iterator[tuple[int, int, str]]:
         """(first moment, last moment, category) of a storage's life."""
         last = len(self.ops) if s.died is None else s.died
-        if not (s.was_saved and s.category == "temporary"):
+        if not (s.was_saved and s.category in PASSING):
             yield s.born, last, s.category
             return
         until = last if s.holders or s.released is None else min(s.released, last)
         yield s.born, until, "activations"
-        yield until + 1, last, "temporary"
+        yield until + 1, last, s.category
 
     def curve(self) -> list[Moment]:
         """One Moment before the first operation and one after each."""
@@ -100,9 +104,13 @@ class Story:
         now, moments = Counter(), []
         for k in range(len(self.ops) + 1):
             now.update(change[k])
-            op, at = self.ops[k - 1] if k else ("start", 0)
+            op, at = self.ops[k - 1] if k else ("start", self.begin)
             moments.append(Moment(k, op, at, {c: now[c] for c in CATEGORIES}))
         return moments
+
+    def categories(self) -> list[str]:
+        """CATEGORIES, "buffers" only where there were any."""
+        return [c for c in CATEGORIES if c != "buffers" or any(s.category == c for s in self.storages)]
 
     def ends(self) -> dict[str, int]:
         """Phase -> the moment at which it is over: the next one begins, or the block ends."""
@@ -122,7 +130,7 @@ class Story:
         first = []
         for save in self.saves:
             s = save.storage
-            if s.category == "temporary" and s.number not in seen:
+            if s.category in PASSING and s.number not in seen:
                 seen.add(s.number)
                 first.append(save)
         return first
@@ -141,6 +149,16 @@ class Story:
         columns = [("start", curve[0])] + [(f"after {name}", curve[k]) for name, k in self.ends().items()] + [("peak", top)]
         width = max(14, *(len(name) + 2 for name, _ in columns))
         rows = [" " * 18 + "".join(f"{name:>{width}}" for name, _ in columns)]
-        rows += [f"{c:<18}" + "".join(f"{m.bytes[c]:>{width},}" for _, m in columns) for c in CATEGORIES]
+        rows += [f"{c:<18}" + "".join(f"{m.bytes[c]:>{width},}" for _, m in columns) for c in self.categories()]
         rows.append(f"{'total':<18}" + "".join(f"{m.total:>{width},}" for _, m in columns))
         return "\n".join(rows) + f"\nbytes; peak after operation {top.index} of {len(self.ops)} ({top.op})"
+
+
+def ranks_table(stories: Sequence[Story], phase: str | None = None) -> str:
+    """A line for each rank: bytes by category at the end of `phase`, or at the rank's own peak."""
+    names = [c for c in CATEGORIES if any(c in story.categories() for story in stories)]
+    rows = [f"{'rank':>4}" + "".join(f"{c:>14}" for c in (*names, "total"))]
+    for rank, story in enumerate(stories):
+        moment = story.at(phase) if phase is not None else max(story.curve(), key=lambda m: m.total)
+        rows.append(f"{rank:>4}" + "".join(f"{moment.bytes[c]:>14,}" for c in names) + f"{moment.total:>14,}")
+    return "\n".join(rows) + f"\nbytes {'after ' + phase if phase is not None else 'at the peak of each rank'}"

@@ -1,8 +1,8 @@
 """A small GPT: tokens in, logits of the next token out. The oracle that every parallel strategy must reproduce.
 
-Token and position vectors are added; each block adds what attention and then an MLP see through a norm (pre-norm), so that the
-residual stream runs straight from bottom to top; a last norm and the output head, which may share the token table ("tied"),
-give the logits.
+Token and position vectors are added (or, with `rotary`, queries and keys are turned by their place); each block adds what
+attention and then an MLP see through a norm (pre-norm), so that the residual stream runs straight from bottom to top; a last
+norm and the output head, which may share the token table ("tied"), give the logits.
 
     x = x + attention(norm(x));   x = x + mlp(norm(x));   logits = norm(x) W_head^T
 
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..cost.shape import Shape, nearest_multiples
-from .attention import Attention
+from ..cost.shape import Shape
+from .attention import Attention, check_heads
 from .init import initialise
 from .layers import GELU, Dropout, Embedding, LayerNorm, Linear, cross_entropy
 
@@ -39,19 +39,15 @@ class GPTConfig:
     fused: bool = False  # torch's attention kernel instead of the written-out one
     seed: int = 0
     ff: int | None = None  # width of the MLP; 4 h
+    kv_heads: int | None = None  # heads of keys and values (grouped queries); as many as heads
+    rotary: bool = False  # positions as rotations of queries and keys, instead of a learned table
 
     def __post_init__(self):
         for word in ("vocabulary", "length", "width", "layers", "heads"):
             value = getattr(self, word)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{word} is {value!r}; it is a whole number of at least 1")
-        if self.width % self.heads:
-            fits = [a for a in range(1, self.width + 1) if self.width % a == 0]
-            near = min(fits, key=lambda a: abs(a - self.heads))
-            raise ValueError(
-                f"width {self.width} is no multiple of heads {self.heads}; nearest legal: "
-                f"width {nearest_multiples(self.width, self.heads)}, or heads {near}"
-            )
+        check_heads(self.width, self.heads, self.kv_heads, rotary=self.rotary)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout!r}; allowed: 0 <= dropout < 1")
         if self.ff is None:
@@ -60,6 +56,7 @@ class GPTConfig:
     def shape(self) -> Shape:
         """The same sizes for the formulas of `fourwalls.cost` (a norm without shift has the parameters of an RMS norm)."""
         words = {"ff": self.ff, "bias": self.bias, "tied": self.tied, "norm": "layer" if self.bias else "rms"}
+        words |= {"kv_heads": self.kv_heads, "positions": not self.rotary}
         return Shape(self.layers, self.width, self.heads, self.length, self.vocabulary, **words)
 
 
@@ -84,7 +81,8 @@ class Block(nn.Module):
         kinds = {"bias": config.bias, "device": device, "dtype": dtype}
         out_std = 0.02 / math.sqrt(2 * config.layers)  # 2L additions must not let the residual stream grow
         self.norm1 = LayerNorm(config.width, **kinds)
-        self.attention = Attention(config.width, config.heads, p=config.dropout, fused=config.fused, out_std=out_std, **kinds)
+        options = {"kv_heads": config.kv_heads, "rotary": config.rotary, "p": config.dropout, "fused": config.fused}
+        self.attention = Attention(config.width, config.heads, out_std=out_std, **options, **kinds)
         self.drop1 = Dropout(config.dropout)
         self.norm2 = LayerNorm(config.width, **kinds)
         self.mlp = FeedForward(config.width, config.ff, out_std=out_std, **kinds)
@@ -103,7 +101,7 @@ class GPT(nn.Module):
         self.config = config = config or GPTConfig()
         kinds = {"device": device, "dtype": dtype}
         self.tokens = Embedding(config.vocabulary, config.width, **kinds)
-        self.positions = Embedding(config.length, config.width, **kinds)
+        self.positions = None if config.rotary else Embedding(config.length, config.width, **kinds)
         self.drop = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, **kinds) for _ in range(config.layers))
         self.norm = LayerNorm(config.width, bias=config.bias, **kinds)
@@ -111,11 +109,18 @@ class GPT(nn.Module):
         initialise(self, config.seed)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(b, s) -> (b, s, h): token and position vectors, dropped."""
+        """(b, s) -> (b, s, h): token vectors, with those of the positions unless these are rotary, dropped."""
         s = tokens.shape[-1]
         if tokens.dim() != 2 or s > self.config.length:
             raise ValueError(f"tokens {tuple(tokens.shape)}; allowed: (batch, length) with length at most {self.config.length}")
-        return self.drop(self.tokens(tokens) + self.positions.weight[:s])
+        x = self.tokens(tokens)
+        return self.drop(x if self.positions is None else x + self.positions.weight[:s])
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, s, h) -> (b, s, h): all blocks. memory.recompute puts a schedule in its place."""
+        for block in self.blocks:
+            x = block(x)
+        return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(b, s, h) -> (b, s, V): last norm and output head."""
@@ -123,10 +128,7 @@ class GPT(nn.Module):
         return F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(x)
+        return self.logits(self.hidden(self.embed(tokens)))
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
         """Cross-entropy of the next token, in nats; a new model is near log V."""

@@ -8,6 +8,8 @@ tensors that the memory formulas count. The same operations with forward and bac
 Reference: Ba et al. 2016 (arXiv:1607.06450) for layer norm; Hendrycks and Gimpel 2016 (arXiv:1606.08415) for GELU.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -105,7 +107,10 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, p, generator):
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
+        if callable(generator):
+            mask = generator(x.shape, p, x.device)
+        else:
+            mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
         ctx.save_for_backward(mask)
         ctx.scale = 1 / (1 - p)
         return (x * mask).mul_(ctx.scale)
@@ -116,11 +121,13 @@ class _Dropout(torch.autograd.Function):
         return (grad * mask).mul_(ctx.scale), None, None
 
 
-def dropout(x: torch.Tensor, p: float, *, training: bool = True, generator: torch.Generator | None = None) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor, p: float, *, training: bool = True, generator: torch.Generator | Callable | None = None
+) -> torch.Tensor:
     """Zero each number with probability `p` and scale the others by 1 / (1 - p); nothing if not training or p is 0.
 
     The mask does not depend on x's dtype, so a float64 oracle drops the same places. Draws from torch's default generator, or
-    from `generator`.
+    from `generator`: one of torch's, or a function (shape, p, device) -> the mask of what stays, for a rank that holds a part.
     """
     if not 0 <= p < 1:
         raise ValueError(f"dropout probability {p!r}; allowed: 0 <= p < 1")

@@ -15,6 +15,9 @@ from collections.abc import Iterable
 
 import torch
 
+from ..collectives import all_reduce
+from ..ranks.comm import Comm
+
 __all__ = ["SGD", "Adam", "AdamW", "adam_", "clip_", "global_norm", "sgd_"]
 
 
@@ -172,24 +175,37 @@ class SGD(_Optimizer):
 
 
 @torch.no_grad()
-def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all tensors as if they were one vector; 0-d, in the widest of their dtypes, at least float32."""
+def global_norm(tensors: Iterable[torch.Tensor], *, order: float = 2.0, comm: Comm | None = None) -> torch.Tensor:
+    """The norm of all tensors as if they were one vector; 0-d, in the widest of their dtypes, at least float32.
+
+    order: 2.0, or math.inf for the largest absolute element. comm: the tensors are this rank's shards, and the norm is that of
+    all ranks' together: squares add up and maxima compare, while norms do neither. Every rank must call it then, and it sends one
+    number (a ring: 2 (n-1) messages). Raises ValueError for another order.
+    """
+    if order not in (2.0, math.inf):
+        raise ValueError(f"order is {order!r}; allowed: 2.0, or math.inf for the largest absolute element")
     tensors = list(tensors)
-    if not tensors:
-        return torch.zeros(())
     wide = torch.float32
     for t in tensors:
         wide = torch.promote_types(wide, t.dtype)
-    return torch.stack([t.to(wide).square().sum() for t in tensors]).sum().sqrt()
+    if order == math.inf:
+        parts = [t.abs().max().to(wide) for t in tensors if t.numel()]
+        own = torch.stack(parts).max() if parts else torch.zeros((), dtype=wide)
+    else:
+        own = torch.stack([t.to(wide).square().sum() for t in tensors]).sum() if tensors else torch.zeros((), dtype=wide)
+    if comm is not None and comm.size > 1:
+        # in float64 on every rank: one that holds no shard must still bring a number of the same dtype
+        own = all_reduce(comm, own.double().to(comm.device), op="max" if order == math.inf else "sum").to(wide)
+    return own if order == math.inf else own.sqrt()
 
 
 @torch.no_grad()
-def clip_(parameters: Iterable[torch.Tensor], largest: float) -> torch.Tensor:
-    """Scale all gradients together so that their global norm is at most `largest`; returns the norm before. Pascanu et al.
-    2013.
+def clip_(parameters: Iterable[torch.Tensor], largest: float, *, order: float = 2.0, comm: Comm | None = None) -> torch.Tensor:
+    """Scale all gradients together so that their norm is at most `largest`; returns the norm before. order, comm: as
+    `global_norm`. Pascanu et al. 2013.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = global_norm(grads)
+    norm = global_norm(grads, order=order, comm=comm)
     scale = (largest / (norm + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(scale.to(g.dtype))

@@ -85,4 +85,5 @@ def batch(seed: int, step: int, rank: int = 0, *, batch: int, length: int, split
     tokens = _tokens(split)
     rows = starts(seed, step, rank, batch=batch, length=length, split=split)
     cut = torch.stack([tokens[r : r + length + 1] for r in rows]).to(torch.int64)
-    return cut[:, :-1].contiguous().to(device), cut[:, 1:].contiguous().to(device)
+    # copies: the pieces of a single row would share memory, and whoever masks targets would change tokens
+    return cut[:, :-1].clone().to(device), cut[:, 1:].clone().to(device)

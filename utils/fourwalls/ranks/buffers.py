@@ -59,7 +59,7 @@ def checksum(x: torch.Tensor) -> int:
         parts = (flat,)
     mark = 0
     for part in parts:
-        mark = zlib.crc32(memoryview(part.numpy()), mark)
+        mark = zlib.crc32(memoryview(part.clone().numpy()), mark)  # numpy() of x itself would pin its memory: never resized again
     return mark
 
 

@@ -87,7 +87,10 @@ class Message(Request):
             return None if self.sending else self.x
         world = self.world
         before = time.perf_counter_ns()
-        unsure = world.waiting > 0 or (threading.get_ident() != world.main and world.device.type == "cpu")
+        aside = threading.get_ident() != world.main and world.device.type == "cpu"
+        unsure = world.waiting > 0 or (aside and not world.joined)
+        if aside:
+            world.behind = before, self.slot
         world.waiting += 1
         world.book.say(lines.SETTLING if world.settling else lines.WAITING, before, self.slot, unsure or self.slot < 0)
         try:
@@ -105,23 +108,19 @@ class Message(Request):
             world.waiting -= 1
             after = time.perf_counter_ns()
             world.book.say(lines.RUNNING, after)
-        self._complete(before, after)
+            if aside:
+                world.behind = None
+        self._complete(before, before if aside else after, after)
         return None if self.sending else self.x
 
-    def _complete(self, before, after):
+    def _complete(self, before, waited, after):
+        """`before` to `waited`: how long the program itself stood still (not at all for a message of a second thread)."""
         world, x = self.world, self.x
         self.finished = True
         world.pending.pop(id(self), None)
         world.book.release(self.slot)
-        start, rank = world.start, world.rank
-        lane = "send" if self.sending else "recv"
-        end = (after - start) * 1000
-        world.events.append((rank, lane, lane, self.label or lane, self.begun, end, x.nbytes, self.peer, None, None, "measured"))
-        if after > before:
-            name = "wait to send" if self.sending else "wait to receive"
-            world.events.append(
-                (rank, "compute", "wait", name, (before - start) * 1000, end, 0, self.peer, None, None, "measured")
-            )
+        if threading.get_ident() not in world.quiet:
+            self._record(before, waited, after)
         if not self.sending:
             if self.copy is not None:
                 with torch.no_grad():
@@ -129,8 +128,20 @@ class Message(Request):
             elif not x.is_inference():
                 torch.autograd.graph.increment_version(x)  # the backend's write is one that autograd must know of
         elif self.seal is not None and self.seal != checksum(x):
-            raise mismatch("changed", rank, self.call())
+            raise mismatch("changed", world.rank, self.call())
         self.data = self.copy = self.work = None
+
+    def _record(self, before, waited, after):
+        world, x = self.world, self.x
+        start, rank = world.start, world.rank
+        lane = "send" if self.sending else "recv"
+        end = (after - start) * 1000
+        world.events.append((rank, lane, lane, self.label or lane, self.begun, end, x.nbytes, self.peer, None, None, "measured"))
+        if waited > before:
+            name = "wait to send" if self.sending else "wait to receive"
+            world.events.append(
+                (rank, "compute", "wait", name, (before - start) * 1000, end, 0, self.peer, None, None, "measured")
+            )
 
     def call(self) -> Call:
         return Call(self.world.rank, self.op, self.peer, self.tag, self.x.shape, self.x.dtype, self.site)
@@ -201,7 +212,7 @@ def post_to_self(world, message: Message, context: int) -> ToSelf:
 def refuse_shared(message: Message) -> None:
     """Raise MismatchError if the message and another that is on its way touch the same bytes, and one of them writes."""
     x = message.x
-    for other in message.world.pending.values():
+    for other in list(message.world.pending.values()):  # a second thread may add to them meanwhile
         if message.sending and other.sending or other.memory != message.memory or not share_memory(x, other.x):
             continue
         raise mismatch("shared", message.world.rank, other.call(), message.call())

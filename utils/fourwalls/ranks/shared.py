@@ -129,17 +129,22 @@ class Area:
                     self._sleep(peer, kind, address, before)
             world, after = self._world, time.perf_counter_ns()
             begin, end, name = (before - world.start) * 1000, (after - world.start) * 1000, "wait for shared memory"
-            world.events.append((world.rank, "compute", "wait", name, begin, end, 0, self._members[peer], None, None, "measured"))
+            if threading.get_ident() == world.main:  # a second thread waits while the program works
+                row = ("compute", "wait", name, begin, end, 0, self._members[peer], None, None, "measured")
+                world.events.append((world.rank, *row))
         self._heard[kind][peer] += 1
 
     def _sleep(self, peer, kind, address, before):
         """Wait in a way that others can see."""
         world, target, n = self._world, self._members[peer], self._heard[kind][peer]
         site, slot, flag = call_site(2), -1, self._asleep + self._me * self._n + peer
-        unsure = world.waiting > 0 or threading.get_ident() != world.main
+        aside = threading.get_ident() != world.main
+        unsure = world.waiting > 0 or (aside and not world.joined)
         if isinstance(world.book, lines.Book):
             slot, _ = world.book.post(False, target, self._context, kind, n, lines.write_text("all_reduce", "", site))
         self._memory[flag] = 1
+        if aside:
+            world.behind = before, slot
         world.waiting += 1
         world.book.say(lines.WAITING, before, slot, unsure or slot < 0)
         try:
@@ -152,6 +157,8 @@ class Area:
             world.waiting -= 1
             self._memory[flag] = 0
             world.book.say(lines.RUNNING, time.perf_counter_ns())
+            if aside:
+                world.behind = None
             if slot >= 0:
                 world.book.release(slot)
 
@@ -181,15 +188,14 @@ class _Timespec(ctypes.Structure):
 
 def _tell_all(comm, row: Sequence[int], name: str) -> list[list[int]]:
     """Every rank's row of whole numbers, by rank, after ceil(log2 n) rounds; leaves no trace."""
-    size, have, quiet = comm.size, 1, len(comm._world.events)
+    size, have = comm.size, 1
     known = torch.zeros(size, len(row), dtype=torch.int64)  # row i belongs to rank (comm.rank - i) % size
     known[0] = torch.tensor(row)
     while have < size:
         heard = torch.empty(min(have, size - have), len(row), dtype=torch.int64)
-        comm._internal(known[: len(heard)].clone(), (comm.rank + have) % size, heard, (comm.rank - have) % size, name)
+        comm._silently(known[: len(heard)].clone(), (comm.rank + have) % size, heard, (comm.rank - have) % size, name)
         known[have : have + len(heard)] = heard
         have += len(heard)
-    del comm._world.events[quiet:]
     return [known[(comm.rank - rank) % size].tolist() for rank in range(size)]
 
 

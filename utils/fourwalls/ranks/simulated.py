@@ -162,7 +162,7 @@ class SimulatedComm(Comm):
         before = self._clock[me]
         self._scheduler.wait(me, post)
         after = self._clock[me]
-        if after > before:
+        if after > before and me not in self._world.aside:
             name = "wait to send" if post.sending else "wait to receive"
             self._world.events[me].append(
                 (me, "compute", "wait", name, before, after, 0, self._members[post.peer], None, None, "modelled")
@@ -184,7 +184,7 @@ class SimulatedComm(Comm):
                     x.copy_(post.payload)
             else:
                 (x.detach() if x.requires_grad else x).copy_(post.payload)
-        post.payload = None
+        post.payload = post.message = None  # the message knows its posts: a circle would keep the tensors until a collection
 
     def _idle(self, picoseconds):
         self._clock[self._me] += picoseconds
@@ -231,7 +231,7 @@ class SimulatedComm(Comm):
             self._clock[me] += round(seconds * PS * world.cluster.straggler.get(me, 1))
         elif stated:
             world.work(me, flops or 0, bytes or 0, torch.float32)
-        if self._clock[me] > start:
+        if self._clock[me] > start and me not in world.aside:
             source = "measured" if world.clock_kind == "measured" and not stated else "modelled"
             world.events[me].append((me, "compute", kind, label, start, self._clock[me], 0, None, microbatch, stage, source))
 

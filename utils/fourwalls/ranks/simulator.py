@@ -52,6 +52,7 @@ class _World:
         self.events: list[list[tuple]] = [[] for _ in range(size)]
         self.open: list[dict] = [{} for _ in range(size)]  # posts that nobody has waited for yet
         self.statements = Table()
+        self.aside: set[int] = set()  # ranks on their second clock (beside.py): what they wait there is not the program's
         self.counting = clock == "stated" and cluster.device is not None
         ports = None
         if cluster.shared_nic:

@@ -24,6 +24,7 @@ KINDS = (
     "compute",
     "forward",
     "backward",
+    "input",
     "weight",
     "optimizer",
     "reduce",

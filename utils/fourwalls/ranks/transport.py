@@ -54,6 +54,9 @@ class World:
         self.settling = False
         self.main = threading.get_ident()
         self.waiting = 0
+        self.quiet: set[int] = set()  # threads whose messages are control traffic at present
+        self.joined = False  # whether the program waits for a second thread of this rank (beside.py)
+        self.behind: tuple | None = None  # (since, line) of a wait in that thread
 
     def comm(self) -> "ProcessComm":
         """The communicator of all ranks."""
@@ -78,6 +81,16 @@ class World:
         for message in open_:
             message.wait()
         return [message.call() for message in open_]
+
+    @contextmanager
+    def silence(self):
+        """Messages of this thread leave no trace; those of another go on doing so."""
+        me = threading.get_ident()
+        self.quiet.add(me)
+        try:
+            yield
+        finally:
+            self.quiet.discard(me)
 
     def now(self) -> int:
         """Picoseconds since the start of the run."""
@@ -210,9 +223,8 @@ class ProcessComm(Comm):
 
     def _silently(self, *exchange):
         """Control traffic, which leaves no trace."""
-        before = len(self._world.events)
-        self._internal(*exchange)
-        del self._world.events[before:]
+        with self._world.silence():
+            self._internal(*exchange)
 
     def _agree_on_largest(self, number: int) -> int:
         """The largest of all ranks' numbers, after ceil(log2 n) rounds of telling the next what one has heard."""

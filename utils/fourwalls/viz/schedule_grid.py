@@ -43,7 +43,9 @@ def plot_schedule_grid(schedule, *, mark: tuple[int, int] | None = None, reason:
                 if columns <= 40:
                     text = f"{letter}{microbatch}" if single else f"{stage}{letter}{microbatch}"
                     size = 8 if len(cell) == 1 else 5.5
-                    ax.text(place + (k + 0.5) * wide, rank + 0.43, text, ha="center", va="center", fontsize=size, color=s.ink)
+                    ground = {"boxstyle": "round,pad=0.1", "facecolor": s.colour, "edgecolor": "none"} if s.hatch else None
+                    words = {"ha": "center", "va": "center", "fontsize": size, "color": s.ink, "bbox": ground}
+                    ax.text(place + (k + 0.5) * wide, rank + 0.43, text, **words)
     if mark is not None:
         rank, place = mark
         edge = {"fill": False, "edgecolor": style.OKABE_ITO["vermillion"], "linewidth": 3, "zorder": 4}

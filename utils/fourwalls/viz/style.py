@@ -154,12 +154,16 @@ def caption(ax, text: str) -> None:
         ax.set_xlabel(f"{unit}\n{text}" if unit else text, fontsize=9, linespacing=1.6)
 
 
-def legend(ax, kinds, *, columns: int = 6) -> None:
-    """One entry per kind, above the axes on the left: a patch with colour and hatch, and `letter word`."""
+def legend(ax, kinds, *, columns: int = 6, words: dict | None = None) -> None:
+    """One entry per kind, above the axes on the left: a patch with colour and hatch, and `letter word`.
+
+    words: kind -> another word than its own.
+    """
     handles = []
     for kind in kinds:
         s = KIND_STYLE[kind]
-        label = f"{s.letter}  {s.word}" if s.letter else s.word
+        word = (words or {}).get(kind, s.word)
+        label = f"{s.letter}  {word}" if s.letter else word
         handles.append(Patch(facecolor=s.colour, hatch=s.hatch, edgecolor="#444444", linewidth=0.5, label=label))
     if handles:
         ax.legend(

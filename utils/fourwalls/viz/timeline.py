@@ -82,7 +82,7 @@ def plot_timeline(trace: Trace, *, ax=None, ideal: float | None = None, title: s
         _live_curves(ax, trace, row, unit, max(peaks.values()))
 
     shown = {e.kind for e in trace}
-    style.legend(ax, [k for k in KINDS if k in shown])
+    style.legend(ax, [k for k in KINDS if k in shown], words={"live": f"live {held}"} if held else None)
     style.badge(ax, trace.sources)
     every = max(1, trace.ranks // 16)
     ax.set_yticks([r * row + 0.31 for r in range(0, trace.ranks, every)], [f"rank {r}" for r in range(0, trace.ranks, every)])
@@ -95,7 +95,7 @@ def plot_timeline(trace: Trace, *, ax=None, ideal: float | None = None, title: s
     if ideal is not None:
         ax.axvline(ideal * PS / unit, color="black", linestyle="--", linewidth=1.2, gid="fw-ideal")
     if title:
-        ax.set_title(title, pad=22)
+        ax.set_title(title, pad=22 if len(shown) <= 6 else 38)  # above a legend of two rows
     said = _caption(trace, peaks, joined, held)
     style.caption(ax, said if ideal is None else f"{said}; dashed: ideal, {words.time_text(ideal * PS)}")
     return ax
@@ -161,7 +161,8 @@ def _letters(ax, spans, y, unit, span, room) -> int:
             text = f"to {peer}" if kind == "send" else f"from {peer}"
             if (end - start) * 20 < span:
                 continue
-        ax.text((start + end) / 2 / unit, y, text, ha="center", va="center", fontsize=8, color=s.ink, clip_on=True)
+        ground = {"boxstyle": "round,pad=0.1", "facecolor": s.colour, "edgecolor": "none"} if s.hatch else None
+        ax.text((start + end) / 2 / unit, y, text, ha="center", va="center", fontsize=8, color=s.ink, clip_on=True, bbox=ground)
     return len(wide)
 
 

@@ -91,7 +91,7 @@ def simulate(
 
     times: a Times, or its fields as keywords (`forward=1, backward=2, link=0.25`); default: F, I and W take a second each.
     activation: what an F keeps, in units (or bytes) of your own, one number or one for each stage; after I a W still holds
-    `after_input` of it.  message_bytes: payload of one message between ranks, for the Trace.
+    `after_input` of it.  message_bytes: payload of a message between ranks; without bytes or link the Trace shows no messages.
     checked=False: skip the check that nothing is missing, for a schedule that has just passed it.
     """
     if isinstance(times, Mapping):
@@ -311,8 +311,8 @@ class Simulated:
 
 def _events(run: Simulated):
     """Rows of the Trace, rank by rank."""
-    n, rank_of, into, nbytes = run.microbatches, run._rank_of, run._into, run.message_bytes
-    source = "modelled"
+    rank_of, into, nbytes = run._rank_of, run._into, run.message_bytes
+    source, shown = "modelled", bool(nbytes or any(into))  # a message of no bytes and no time is nothing to see
     for rank, row in enumerate(run.schedule):
         clock = 0
         for cell, begin, end in zip(row, run.start[rank], run.end[rank], strict=True):
@@ -321,7 +321,7 @@ def _events(run: Simulated):
             yield from _work_rows(rank, cell, begin, end, source)
             for stage, kind, microbatch in parts(cell):
                 other = stage + 1 if kind == "F" else stage - 1 if kind in "BI" else -1
-                if 0 <= other < run.stages and rank_of[other] != rank:
+                if shown and 0 <= other < run.stages and rank_of[other] != rank:
                     arrives = end + into[max(stage, other)]
                     what = (f"{stage}{kind}{microbatch}", end, arrives, nbytes)
                     yield (rank, "send", "send", *what, rank_of[other], microbatch, stage, source)

@@ -1,0 +1,283 @@
+"""Data parallelism: every rank holds the whole model and sees its own part of the batch; gradients are summed before each step.
+
+`naive` sums one gradient after the other when backward is over; `bucketed` packs them first; `overlapped` sends a bucket as soon
+as backward has filled it, while backward goes on. All three give the same gradients, which are one device's on the joined batch:
+if all ranks' losses are means over equally many things (average="ranks"), or if they are sums and the number of things is given
+(average="tokens").
+
+    g  =  1/n  sum over ranks of g_r          or          g  =  (sum over ranks of g_r) / (sum over ranks of tokens_r)
+
+Reference: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", VLDB 2020.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..collectives import broadcast, get_algorithm
+from ..nn.optim import clip_
+from ..ranks.comm import Comm
+from ..ranks.trace import PS
+from .buckets import BUCKET_BYTES, Bucket, plan_buckets
+from .lanes import in_place, make_lane
+from .replicas import check_replicas
+
+__all__ = ["AVERAGES", "MODES", "DataParallel"]
+
+MODES = ("naive", "bucketed", "overlapped")
+AVERAGES = ("ranks", "tokens", "none")
+_CHOICES = {"mode": MODES, "average": AVERAGES, "unused": ("refuse", "zeros"), "start": ("refuse", "broadcast")}
+_CHOICES["buffers"] = ("first", "average", "local")
+
+
+class DataParallel:
+    """`dp = DataParallel(model, comm)`, then in each step: `dp(x)`, loss, `loss.backward()`, `dp.synchronise()`, optimizer step.
+
+    mode          "naive": an all-reduce a parameter, after backward. "bucketed": an all-reduce a bucket, after backward.
+                  "overlapped": an all-reduce a bucket, begun when backward has filled it; on real ranks in a second thread (or by
+                  torch's asynchronous one), on simulated ranks on a second clock (`ranks.beside`).
+    bucket_bytes  a bucket is at most so large, unless it holds one larger parameter
+    all_reduce    f(comm, x) -> the sum; one that takes `out=` works in place, one that takes `bucket=` is told the bucket's
+                  number. Or a name: an algorithm of `collectives`, or "native" for torch's own.
+    average       "ranks": divide by the number of ranks, for losses that are means of equally many things. "tokens": losses are
+                  sums, divide by the sum of what `synchronise(tokens=...)` is given on each rank. "none": leave the sum.
+    unused        a parameter without gradient. "refuse": ValueError that names it. "zeros": it counts as 0 on this rank; where no
+                  rank has one, `grad` stays None (one int32 a parameter more on the wire)
+    start         "refuse": ValueError that names what differs between ranks before the first step (8 to 24 bytes a rank).
+                  "broadcast": take rank 0's
+    buffers       such as batch norm's running mean, after each `synchronise`: "first": rank 0's go to all; "average"; "local":
+                  stay
+    finite        raise ValueError, which names rank and parameter, before a gradient with nan or inf is sent. None: as
+                  comm.checks
+
+    Gradients may not be kept from step to step: `p.grad` is a view of a bucket that the next step fills again.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        comm: Comm,
+        *,
+        mode: str = "overlapped",
+        bucket_bytes: int = BUCKET_BYTES,
+        all_reduce: Callable | str = "ring",
+        average: str = "ranks",
+        unused: str = "refuse",
+        start: str = "refuse",
+        buffers: str = "first",
+        finite: bool | None = None,
+    ):
+        given = {"mode": mode, "average": average, "unused": unused, "start": start, "buffers": buffers}
+        for word, value in given.items():
+            if value not in _CHOICES[word]:
+                raise ValueError(f"{word} is {value!r}; one of {', '.join(map(repr, _CHOICES[word]))}")
+        self.module, self.comm, self.mode, self.average, self.unused, self.buffers = model, comm, mode, average, unused, buffers
+        self.finite = comm.checks if finite is None else finite
+        self.buckets: list[Bucket] = plan_buckets(model.named_parameters(), 1 if mode == "naive" else bucket_bytes)
+        if mode == "naive":  # in the order of the model: nothing is gained by another
+            self.buckets.reverse()
+            for index, bucket in enumerate(self.buckets):
+                bucket.index = index
+        if not self.buckets:
+            raise ValueError("the model has no parameter to train; requires_grad is False everywhere, or there is none")
+        self._trained = {id(p) for b in self.buckets for p in b.parameters}
+        self._home = {name: b for b in self.buckets for name in b.names}
+        native = all_reduce == "native"
+        if native and comm.size != comm.native.get_world_size():
+            whole = comm.native.get_world_size()
+            raise ValueError(f"all_reduce='native' sums over all {whole} ranks of the run, not over {comm.size}; try 'ring'")
+        if isinstance(all_reduce, str) and not native:
+            all_reduce = get_algorithm("all_reduce", all_reduce)
+        self._reduce = None if native else in_place(all_reduce)
+        self._sync, self._hooks, self._steps = True, [], 0
+        self.all_reduces = self.bytes_reduced = 0  # calls since the start, and the bytes of the tensors that they summed
+        self.jobs: list = []  # of the last synchronise(): label, given, begin, end (picoseconds of comm.clock())
+        self.exposed = 0.0  # seconds that the last synchronise() took
+        state = [*model.named_parameters(), *model.named_buffers()]
+        if start == "broadcast":
+            self._from_first(x for _, x in state)
+        elif comm.size > 1:
+            cure = "Build the model from one seed on every rank, or give start='broadcast' to take rank 0's."
+            check_replicas(comm, state, when="before the first step", cure=cure)
+        self._lane = make_lane(comm, native=native, beside=mode == "overlapped")
+        if mode == "overlapped":
+            self._watch_backward()
+
+    # --- the training step ------------------------------------------------------------------------------------------
+    def __call__(self, *args, **kwargs):
+        """The model's forward. Sends nothing, so one rank alone may evaluate (with `module.eval()` and `torch.no_grad()`)."""
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`with dp.no_sync(): loss.backward()` only accumulates: for all micro-batches of a step but the last.
+
+        What counts is where *backward* runs: a gradient that arrives inside the block stays here, wherever its forward ran
+        (torch's DistributedDataParallel decides in forward). After the block's micro-batches come one backward outside, and
+        `synchronise()`.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def synchronise(self, *, tokens: int | None = None, shadow: bool = False) -> int:
+        """Finish the sums: afterwards every rank's gradients are the same bits, in `p.grad`. Every rank must call it in each
+        step.
+
+        tokens: for average="tokens", how many things this rank's losses of this step were summed over, all micro-batches
+        together. shadow: this rank had no batch in this step; it takes part with zeros (see `batches.together`).
+        Returns what the sum was divided by. Raises ValueError for a rank that has run no backward, and as `unused` and `finite`
+        say.
+
+        Bytes a rank sends: those of one all-reduce a bucket (ring: 2 (n-1)/n of it), 8 for the tokens, 4 a parameter for
+        unused="zeros", and the buffers.
+        """
+        began = self.comm.clock()
+        if (tokens is not None) != (self.average == "tokens"):
+            wants = "needs synchronise(tokens=...), what its losses are summed over" if tokens is None else "takes no tokens"
+            raise ValueError(f"average={self.average!r} {wants}")
+        if shadow:  # nothing of an earlier step may slip in
+            for bucket in self.buckets:
+                for p in bucket.parameters:
+                    p.grad = None
+        self._check_arrived(shadow)
+        parameters = [p for b in self.buckets for p in b.parameters]
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.comm.device)
+        for bucket in self.buckets:  # what backward has not launched
+            if not bucket.launched:
+                self._launch(bucket)
+        if self.unused == "zeros":
+            self._give("unused parameters", used)
+        count = torch.tensor([tokens or 0], dtype=torch.int64, device=self.comm.device)
+        if self.average == "tokens":
+            self._give("tokens", count)
+        self.jobs = self._lane.join()
+        divisor = max(1, int(count)) if self.average == "tokens" else self.comm.size if self.average == "ranks" else 1
+        if self.average == "tokens":
+            for bucket in self.buckets:
+                bucket.flat.div_(divisor)
+        if self.unused == "zeros":
+            for p, ranks in zip(parameters, used.tolist(), strict=True):
+                if ranks == 0:
+                    p.grad = None
+        self._share_buffers()
+        for bucket in self.buckets:
+            bucket.reset()
+        self._steps += 1
+        self.exposed = (self.comm.clock() - began) / PS
+        return divisor
+
+    def clip_(self, largest: float, *, order: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `largest`; returns the norm before. After `synchronise`.
+
+        Every rank holds all gradients, so the norm needs no message (of shards it does: `nn.optim.global_norm(comm=...)`).
+        """
+        return clip_((p for b in self.buckets for p in b.parameters), largest, order=order)
+
+    def check_equal(self, when: str = "") -> None:
+        """Raise ValueError, which names ranks and tensors, unless all ranks hold the same parameters and gradients: every bit."""
+        named = list(self.module.named_parameters())
+        grads = [(f"gradient of {name}", p.grad) for name, p in named if p.grad is not None]
+        cure = "Some step was not synchronised, or its synchronised micro-batch was not the last."
+        check_replicas(self.comm, named + grads, when=when, cure=cure)
+
+    def close(self) -> None:
+        """Take the hooks off the model; it may be wrapped anew."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.module.__dict__.pop("_overlapped", None)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+    def _watch_backward(self):
+        other = getattr(self.module, "_overlapped", lambda: None)()
+        if other is not None and other._hooks:
+            raise ValueError("this model is wrapped by an overlapped DataParallel already; close() that one first")
+        myself = weakref.ref(self)
+        self.module.__dict__["_overlapped"] = myself
+
+        def watch(name):
+            def arrived(_):
+                dp = myself()
+                if dp is not None:
+                    dp._arrived(name)
+
+            return arrived
+
+        for bucket in self.buckets:
+            for name, p in zip(bucket.names, bucket.parameters, strict=True):
+                self._hooks.append(p.register_post_accumulate_grad_hook(watch(name)))
+
+    def _arrived(self, name):
+        """A gradient is complete for this backward (a tied parameter's once, with all its uses in it)."""
+        bucket = self._home[name]
+        if bucket.launched:
+            word = "under no_sync(), after" if not self._sync else "a second time, when"
+            raise RuntimeError(
+                f"rank {self.comm.rank}: the gradient of {name} arrives {word} its bucket has been sent: synchronise() is "
+                "missing after the last backward, or it was not the last micro-batch that ran outside no_sync()"
+            )
+        if not self._sync:
+            return
+        bucket.waiting.discard(name)
+        for bucket in self.buckets:  # all ranks must send in one order, whichever bucket is full first here
+            if bucket.waiting:
+                break
+            if not bucket.launched:
+                self._launch(bucket)
+
+    def _launch(self, bucket):
+        bucket.pack(self.comm.size if self.average == "ranks" else 1)
+        if self.finite and (names := bucket.not_finite()):
+            more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
+            where = f"rank {self.comm.rank}, step {self._steps}: nan or inf in the gradient of {names[0]}{more}"
+            raise ValueError(f"{where}, before any sum: look at this rank's batch and loss")
+        bucket.launched = True
+        self._give(f"bucket {bucket.index}", bucket.flat, bucket.index)
+
+    def _give(self, label, x, index=None):
+        self.all_reduces += 1
+        self.bytes_reduced += x.nbytes
+        self._lane.start(label, x, self._reduce, index)
+
+    def _check_arrived(self, shadow):
+        new = [n for n, p in self.module.named_parameters() if p.requires_grad and id(p) not in self._trained]
+        if new:
+            raise ValueError(f"{new[0]} was frozen when DataParallel was made and is not now; make a new DataParallel")
+        missing = [n for b in self.buckets for n, p in zip(b.names, b.parameters, strict=True) if p.grad is None]
+        if shadow:
+            return
+        who = f"rank {self.comm.rank}, step {self._steps}"
+        if len(missing) == len(self._home):
+            raise ValueError(f"{who}: synchronise() without a backward; a rank that has no batch calls synchronise(shadow=True)")
+        if missing and self.unused == "refuse":
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(
+                f"{who}: no gradient for {missing[0]}{more}: the loss does not depend on it. Freeze it (requires_grad_(False)), "
+                "or give unused='zeros'"
+            )
+
+    @torch.no_grad()
+    def _share_buffers(self):
+        state = list(self.module.buffers())
+        if self.buffers == "first":
+            self._from_first(state)
+        elif self.buffers == "average":
+            for x in state:
+                if x.is_floating_point():
+                    x.copy_(self._sum_now(x.detach().clone()) / self.comm.size)
+
+    def _sum_now(self, x):
+        self._give("buffer", x.view(-1))
+        self._lane.join()
+        return x
+
+    @torch.no_grad()
+    def _from_first(self, tensors):
+        for x in tensors:
+            if self.comm.size > 1:
+                broadcast(self.comm, x, out=x)
