@@ -16,7 +16,7 @@ __all__ = ["interleaved_one_f_one_b", "looped_breadth_first", "rounds_of", "warm
 
 
 def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over `chunks` stages a rank, any number of them; with one chunk it is 1F1B.
+    """1F1B over `chunks` stages a rank, any number of them; one chunk: 1F1B with a doubled warm-up.
 
     Micro-batches that are no multiple of the ranks go in rounds of nearly equal size (see `rounds_of`).
     """
