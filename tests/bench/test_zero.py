@@ -39,7 +39,7 @@ def test_as_many_collectives_and_as_much_payload_as_fsdp2(rows):
 
 def test_what_is_wrong_is_said():
     made = SimpleNamespace(values=[{"ours": [1.0], "theirs": [2.0], "wrong": 3}] * 2, backend="gloo")
-    row = zero._time_row("time", {"ranks": 2}, made)
+    row = zero.time_row("zero", {"ranks": 2}, made, peer=zero.PEER)
     assert not row.ok and row.time_ratio == 0.5
     more = {"ours": {"all_gather": [8, 8]}, "theirs": {"all_gather": [8]}}
     found = {row.metric: row.ok for row in zero._count_rows({}, SimpleNamespace(values=[more] * 2, backend="gloo"))}

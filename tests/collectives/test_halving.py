@@ -106,7 +106,7 @@ def sent_between(trace, m):
     return [[e.bytes for e in trace.where(rank=r, kind="send") if e.peer // m != r // m] for r in range(trace.ranks)]
 
 
-def large_pieces_stay_inside(ranks=16, m=4, numel=1600):
+def assert_large_pieces_stay_inside(ranks=16, m=4, numel=1600):
     """4 nodes of 4: S/2 and S/4 inside, then S/8 and S/16 between, and the same backwards."""
     trace = fw.simulate(COLLECTIVES["all_reduce"], numel, ranks=ranks, cluster=nodes_of(m)).trace
     assert sent_between(trace, m) == [[numel * 4 // 8, numel * 4 // 16, numel * 4 // 16, numel * 4 // 8]] * ranks
@@ -114,7 +114,7 @@ def large_pieces_stay_inside(ranks=16, m=4, numel=1600):
 
 
 def test_the_all_reduce_meets_near_partners_first():
-    large_pieces_stay_inside()
+    assert_large_pieces_stay_inside()
 
 
 def test_its_parts_alone_meet_far_partners_first_and_leave_chunk_r_on_rank_r():
@@ -129,7 +129,7 @@ def averages(comm):
     return halving.all_reduce(comm, torch.arange(8.0) + comm.rank, op="avg")
 
 
-def every_part_is_finished(n=4):
+def assert_every_part_is_finished(n=4):
     for value in fw.simulate(averages, ranks=n, cluster=NETWORK).values:
         assert torch.equal(value, torch.arange(8.0) + (n - 1) / 2)
 
@@ -146,11 +146,11 @@ def twin(old, new):
 @pytest.mark.parametrize(
     ("old", "new", "check"),
     [
-        ("seat, _distances(seats), reduction", "seat, reversed(_distances(seats)), reduction", large_pieces_stay_inside),
-        ("starts[low] : starts[high]", "starts[seat] : starts[seat + 1]", every_part_is_finished),
-        ("in reversed(way)", "in way", every_part_is_finished),
-        ("exchange(mine, partner, theirs, partner)", "exchange(theirs, partner, mine, partner)", every_part_is_finished),
-        ("combine(comm, reduction, kept, arrived)", "kept.copy_(arrived)", every_part_is_finished),
+        ("seat, _distances(seats), reduction", "seat, reversed(_distances(seats)), reduction", assert_large_pieces_stay_inside),
+        ("starts[low] : starts[high]", "starts[seat] : starts[seat + 1]", assert_every_part_is_finished),
+        ("in reversed(way)", "in way", assert_every_part_is_finished),
+        ("exchange(mine, partner, theirs, partner)", "exchange(theirs, partner, mine, partner)", assert_every_part_is_finished),
+        ("combine(comm, reduction, kept, arrived)", "kept.copy_(arrived)", assert_every_part_is_finished),
     ],
 )
 def test_each_wrong_twin_is_caught(old, new, check, monkeypatch):
@@ -161,8 +161,8 @@ def test_each_wrong_twin_is_caught(old, new, check, monkeypatch):
 
 def test_which_half_the_lower_rank_keeps_does_not_matter(monkeypatch):
     monkeypatch.setattr(halving, "all_reduce", twin("if seat & distance:", "if not seat & distance:"))
-    large_pieces_stay_inside()
-    every_part_is_finished()
+    assert_large_pieces_stay_inside()
+    assert_every_part_is_finished()
 
 
 def test_powers_of_two_by_hand():

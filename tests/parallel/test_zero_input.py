@@ -74,7 +74,7 @@ def one_device(make, width, n, *, steps=5, clip=None, order=2.0, groups=None, lo
     return {name: p.detach() for name, p in named.items()}, norms
 
 
-def same(run, expected):
+def assert_same(run, expected):
     for params, norms in run.values:
         assert params.keys() == expected[0].keys()
         for name, right in expected[0].items():
@@ -91,7 +91,7 @@ def test_c34_fewer_elements_than_ranks(stage, order):
     make = lambda: MLP((5, 1), dtype=DOUBLE)  # noqa: E731
     for n in (4, 8):
         run = simulate(train, make, 5, stage, clip=0.3, order=order, ranks=n)
-        same(run, one_device(make, 5, n, clip=0.3, order=order))
+        assert_same(run, one_device(make, 5, n, clip=0.3, order=order))
 
 
 def two_shards(comm, order):
@@ -207,9 +207,9 @@ def test_used_twice_never_and_frozen(stage):
     """What never has a gradient takes no step: no decay, no moments, as on one device."""
     expected = one_device(Odd, 4, 3)
     assert torch.equal(expected[0]["never.layers.0.weight"], Odd().never.layers[0].weight)
-    same(simulate(train, Odd, 4, stage, ranks=3), expected)
+    assert_same(simulate(train, Odd, 4, stage, ranks=3), expected)
     if stage == 3:
-        same(simulate(train_in_units, ranks=3), expected)
+        assert_same(simulate(train_in_units, ranks=3), expected)
 
 
 def train_in_units(comm):
@@ -241,7 +241,8 @@ def test_groups(stage):
         {"params": ["layers.0.bias"], "lr": 0.05},
         {"params": ["layers.2.bias"]},
     ]
-    same(simulate(train, make, 4, stage, groups=groups, clip=0.1, ranks=3), one_device(make, 4, 3, groups=groups, clip=0.1))
+    run = simulate(train, make, 4, stage, groups=groups, clip=0.1, ranks=3)
+    assert_same(run, one_device(make, 4, 3, groups=groups, clip=0.1))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -249,10 +250,10 @@ def test_other_optimisers(stage):
     """torch's own, and one with no state."""
     make = lambda: MLP((4, 5, 2), dtype=DOUBLE)  # noqa: E731
     expected = one_device(make, 4, 2)
-    same(simulate(train, make, 4, stage, optimizer=torch.optim.AdamW, ranks=2), expected)
+    assert_same(simulate(train, make, 4, stage, optimizer=torch.optim.AdamW, ranks=2), expected)
     sgd = {"weight_decay": 0.1, "lr": 0.1}
     run = simulate(train, make, 4, stage, optimizer=lambda g, eps, **o: SGD(g, **{**o, **sgd}), ranks=2)
-    same(run, one_device(make, 4, 2, optimizer=lambda p, eps, **o: SGD(p, **{**o, **sgd})))
+    assert_same(run, one_device(make, 4, 2, optimizer=lambda p, eps, **o: SGD(p, **{**o, **sgd})))
 
 
 def twice_forward(model, x):
@@ -263,7 +264,7 @@ def twice_forward(model, x):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_forwards_one_backward(stage):
     make = lambda: MLP((4, 5, 2), dtype=DOUBLE)  # noqa: E731
-    same(simulate(train, make, 4, stage, loss=twice_forward, ranks=2), one_device(make, 4, 2, loss=twice_forward))
+    assert_same(simulate(train, make, 4, stage, loss=twice_forward, ranks=2), one_device(make, 4, 2, loss=twice_forward))
 
 
 def carried(comm, stage):
@@ -319,10 +320,11 @@ def outside(comm):
     assert all(torch.equal(p, right[name]) for name, p in sharded.full_parameters().items())
     assert all(p.shape == (0,) for p in model.parameters())
     sharded.close()
+    return True
 
 
 def test_stage_3_between_steps():
-    simulate(outside, ranks=3)
+    assert simulate(outside, ranks=3).values == [True] * 3
 
 
 def add_up(comm, stage):

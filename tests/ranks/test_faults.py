@@ -207,7 +207,7 @@ def test_a14_interrupt_once_of_a_rank_that_does_not_want_to_go():
                 pass
 
     threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
-    failing(KeyboardInterrupt, program, ranks=2, seconds=3)
+    assert isinstance(failing(KeyboardInterrupt, program, ranks=2, seconds=3), KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("numel", [1, 2_000_000])

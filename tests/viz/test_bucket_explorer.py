@@ -159,8 +159,12 @@ def test_buckets_under_the_backward(overlaps):
 
 
 def test_no_gradients_and_many_buckets_can_be_drawn():
-    plot_buckets([("none", overlap(0, 1, backward=0.1, n=2, alpha=0, bandwidth=1))])
-    plot_buckets([("many", overlap(1e8, 1e5, backward=0.1, n=2, alpha=1e-6, bandwidth=1e9))], source="measured")
+    ax = plot_buckets([("none", overlap(0, 1, backward=0.1, n=2, alpha=0, bandwidth=1))])
+    assert not any((c.get_gid() or "").endswith("-hidden") and c.get_paths() for c in ax.collections), "no gradients, no bars"
+    many = overlap(1e8, 1e5, backward=0.1, n=2, alpha=1e-6, bandwidth=1e9)
+    ax = plot_buckets([("many", many)], source="measured")
+    drawn = [c for c in ax.collections if (c.get_gid() or "").endswith(("-hidden", "-shown", "-exposed"))]
+    assert any(c.get_paths() for c in drawn) and ax.get_xlim()[1] >= many.end * 1e3
 
 
 def test_words_of_an_overlap():

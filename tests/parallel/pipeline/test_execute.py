@@ -219,7 +219,7 @@ def together(values):
     return whole
 
 
-def compare(run, want, bound=1e-11):
+def assert_as_on_one_device(run, want, bound=1e-11):
     losses, grads, parameters = want
     for value in run.values:
         assert value[0] == pytest.approx(losses, abs=bound)
@@ -254,14 +254,14 @@ def test_pairwise(name, p, m, v, tied, dropout, accumulate, mean, recompute, ste
     schedule = SCHEDULES[name](p, m, v)
     options = {"steps": steps, "accumulate": accumulate, "mean": mean, "dropout_seed": 3 if dropout else None}
     run = fw.simulate(step_on_ranks, schedule, config, recompute=recompute, ranks=p, cluster=NETWORK, **options)
-    compare(run, step_on_one(config, stages=stages_of(schedule), count=m, **options))
+    assert_as_on_one_device(run, step_on_one(config, stages=stages_of(schedule), count=m, **options))
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e9])
 def test_c41_clipping_counts_each_parameter_once(clip):
     """Parameters after five clipped steps; the clip factor is the same to the last digits, in float64."""
     run = fw.simulate(step_on_ranks, schedules.one_f_one_b(4, 3), CONFIG, steps=5, clip=clip, ranks=4, cluster=NETWORK)
-    compare(run, step_on_one(CONFIG, steps=5, clip=clip))
+    assert_as_on_one_device(run, step_on_one(CONFIG, steps=5, clip=clip))
 
 
 def on_real(comm, names):

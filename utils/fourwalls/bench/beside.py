@@ -18,7 +18,7 @@ from ..ranks.run import pool
 from .record import Row
 from .timer import alternate, repeats_for, spread, time_call, time_ratio
 
-__all__ = ["SIZES", "Work", "measure", "pair_times", "rows_beside", "whole_pieces"]
+__all__ = ["SIZES", "Work", "measure", "pair_times", "rows_beside", "time_row", "whole_pieces"]
 
 SIZES = (4 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 
@@ -98,29 +98,35 @@ def pair_times(run) -> tuple[list[float], list[float]]:
     return ours, theirs
 
 
-def _rows_of(collective: str, peer: str, case: dict, run) -> Iterator[Row]:
+def time_row(benchmark: str, case: dict, run, *, peer: str, metric: str = "time", ok: bool | None = None) -> Row:
+    """Our seconds beside the peer's, pair by pair, of a run whose ranks return "ours" and "theirs" (and "wrong", unless `ok` is
+    given).
+    """
     ours, theirs = pair_times(run)
-    wrong = sum(value["wrong"] for value in run.values)
     taken, ratio = spread(ours), time_ratio(ours, theirs)
-    here = {
-        "benchmark": collective.replace("_", "-"),
-        "case": case,
-        "pairs": len(ours),
-        "ok": wrong == 0,
-        "machine": {"backend": run.backend},
-    }
-    yield Row(
-        metric="time",
+    return Row(
+        benchmark=benchmark,
+        case=case,
+        metric=metric,
         value=taken.value,
         unit="s",
         low=taken.low,
         high=taken.high,
+        pairs=len(ours),
         peer=f"{peer} ({run.backend})",
         time_ratio=ratio.value,
         time_ratio_low=ratio.low,
         time_ratio_high=ratio.high,
-        **here,
+        ok=not any(value["wrong"] for value in run.values) if ok is None else ok,
+        machine={"backend": run.backend},
     )
+
+
+def _rows_of(collective: str, peer: str, case: dict, run) -> Iterator[Row]:
+    taken = time_row(collective.replace("_", "-"), case, run, peer=peer)
+    wrong = sum(value["wrong"] for value in run.values)
+    yield taken
+    here = {"benchmark": taken.benchmark, "case": case, "pairs": taken.pairs, "ok": taken.ok, "machine": taken.machine}
     for metric, factor in (("algbw", 1.0), ("busbw", bus_factor(collective, case["ranks"]))):
         scale = case["bytes"] * factor / 1e9
         yield Row(metric=metric, value=scale / taken.value, unit="GB/s", low=scale / taken.high, high=scale / taken.low, **here)

@@ -21,9 +21,9 @@ from ..parallel.buckets import plan_buckets
 from ..parallel.data import DataParallel
 from ..ranks.run import pool
 from ..ranks.trace import PS, Trace
-from .beside import Work, measure, pair_times
+from .beside import Work, measure, time_row
 from .record import Row
-from .timer import spread, time_ratio
+from .timer import spread
 
 __all__ = ["describe", "job", "overlapping", "rows", "traced"]
 
@@ -116,24 +116,9 @@ def overlapping(trace: Trace, rank: int) -> list[bool]:
 
 
 def _rows_of(case: dict, run, seen) -> Iterator[Row]:
-    ours, theirs = pair_times(run)
-    taken, ratio = spread(ours), time_ratio(ours, theirs)
-    right = not any(value["wrong"] for value in run.values)
-    here = {"benchmark": "data-parallel", "case": case, "machine": {"backend": run.backend}}
-    yield Row(
-        metric="time",
-        value=taken.value,
-        unit="s",
-        low=taken.low,
-        high=taken.high,
-        pairs=len(ours),
-        peer=f"{PEER} ({run.backend})",
-        time_ratio=ratio.value,
-        time_ratio_low=ratio.low,
-        time_ratio_high=ratio.high,
-        ok=right,
-        **here,
-    )
+    first = time_row("data-parallel", case, run, peer=PEER)
+    yield first
+    right, here = first.ok, {"benchmark": first.benchmark, "case": case, "machine": first.machine}
     for metric in ("exposed", "summing"):
         figure = spread(max(of_rank[k][metric] for of_rank in seen.values) for k in range(STEPS))
         yield Row(metric=metric, value=figure.value, unit="s", low=figure.low, high=figure.high, ok=right, **here)

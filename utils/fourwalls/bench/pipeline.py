@@ -22,8 +22,9 @@ from ..parallel.pipeline.execute import execute
 from ..parallel.pipeline.microbatches import MicroBatch, split_batch
 from ..parallel.pipeline.simulate import Times, simulate
 from ..ranks.run import pool
+from .beside import time_row
 from .record import Row
-from .timer import alternate, spread, time_ratio
+from .timer import alternate, spread
 
 __all__ = ["SCHEDULES", "describe", "rows"]
 
@@ -62,7 +63,7 @@ def rows(options, say: Callable[[str], None] = lambda text: None, *, repeats: in
     with pool(ranks=2) as open_ranks:
         for name in [n for n in names if n in THEIRS]:
             say(f"pipeline {name}, 2 ranks, beside torch")
-            yield from _beside_torch(open_ranks, name, options.pairs)
+            yield _beside_torch(open_ranks, name, options.pairs)
 
 
 # --- paced ------------------------------------------------------------------------------------------------------------
@@ -140,27 +141,11 @@ def _loss(y, target):
 
 
 # --- beside torch -----------------------------------------------------------------------------------------------------
-def _beside_torch(open_ranks, name: str, pairs: int) -> Iterator[Row]:
+def _beside_torch(open_ranks, name: str, pairs: int) -> Row:
     run = open_ranks.run(beside, name, pairs, checks=False, stream=False)
-    ours, theirs = ([max(times) for times in zip(*(v[who] for v in run.values), strict=True)] for who in ("ours", "theirs"))
-    taken, ratio = spread(ours), time_ratio(ours, theirs)
+    case = {"schedule": name, "ranks": 2, "microbatches": MICROBATCHES, "blocks": BLOCKS, "width": WIDTH, "length": LENGTH}
     apart = max(v["apart"] for v in run.values)
-    yield Row(
-        benchmark="pipeline",
-        case={"schedule": name, "ranks": 2, "microbatches": MICROBATCHES, "blocks": BLOCKS, "width": WIDTH, "length": LENGTH},
-        metric="time",
-        value=taken.value,
-        unit="s",
-        low=taken.low,
-        high=taken.high,
-        pairs=len(ours),
-        peer=f"torch.distributed.pipelining.{THEIRS[name]} ({run.backend})",
-        time_ratio=ratio.value,
-        time_ratio_low=ratio.low,
-        time_ratio_high=ratio.high,
-        ok=apart < 1e-3,
-        machine={"backend": run.backend},
-    )
+    return time_row("pipeline", case, run, peer=f"torch.distributed.pipelining.{THEIRS[name]}", ok=apart < 1e-3)
 
 
 def stage_module(rank: int) -> torch.nn.Module:

@@ -20,9 +20,8 @@ from ..nn.init import draw
 from ..parallel.tensor import Region, TensorFeedForward
 from ..parallel.tensor_shards import join, load_whole
 from ..ranks.run import pool
-from .beside import Work, measure, pair_times
+from .beside import Work, measure, time_row
 from .record import Row
-from .timer import spread, time_ratio
 
 __all__ = ["describe", "job", "native_all_reduce", "rows"]
 
@@ -158,24 +157,9 @@ def counted(comm, algorithm: str, tokens: int, width: int = WIDTH, ff: int = FF)
 
 
 def _rows_of(case: dict, run, seen) -> Iterator[Row]:
-    ours, theirs = pair_times(run)
-    taken, ratio = spread(ours), time_ratio(ours, theirs)
-    right = not any(value["wrong"] for value in run.values)
-    here = {"benchmark": "tensor-parallel", "case": case, "machine": {"backend": run.backend}}
-    yield Row(
-        metric="time",
-        value=taken.value,
-        unit="s",
-        low=taken.low,
-        high=taken.high,
-        pairs=len(ours),
-        peer=f"{PEER} ({run.backend})",
-        time_ratio=ratio.value,
-        time_ratio_low=ratio.low,
-        time_ratio_high=ratio.high,
-        ok=right,
-        **here,
-    )
+    first = time_row("tensor-parallel", case, run, peer=PEER)
+    yield first
+    here = {"benchmark": first.benchmark, "case": case, "machine": first.machine}
     same = all(of_rank["ours"] == of_rank["theirs"] for of_rank in seen.values)
     numbers = 2 * case["tokens"] * case["width"]
     formula = all(of_rank["numbers"] == numbers for of_rank in seen.values)

@@ -21,9 +21,8 @@ from ..collectives.chunks import chunk_sizes, cut
 from ..nn.mlp import MLP
 from ..parallel.zero import Zero3, bytes_sent
 from ..ranks.run import pool
-from .beside import Work, measure, pair_times
+from .beside import Work, measure, time_row
 from .record import Row
-from .timer import spread, time_ratio
 
 __all__ = ["counted", "describe", "fsdp2", "job", "native_all_gather", "native_reduce_scatter", "ours_on", "rows", "traced"]
 
@@ -48,7 +47,7 @@ def rows(options, say: Callable[[str], None] = lambda text: None, *, form: tuple
                     ("time_without_optimizer", partial(job, form=form, step=False)),
                 ):
                     run = open_ranks.run(measure, work, algorithm, 0, options.pairs, checks=False, stream=False)
-                    yield _time_row(metric, case, run)
+                    yield time_row("zero", case, run, peer=PEER, metric=metric)
                 if algorithm == "native":
                     yield from _count_rows(case, open_ranks.run(counted, form, checks=False, stream=False))
                 else:
@@ -216,27 +215,6 @@ def _collectives(algorithm: str) -> tuple[Callable, Callable]:
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------------
-def _time_row(metric: str, case: dict, run) -> Row:
-    ours, theirs = pair_times(run)
-    taken, ratio = spread(ours), time_ratio(ours, theirs)
-    return Row(
-        benchmark="zero",
-        case=case,
-        metric=metric,
-        value=taken.value,
-        unit="s",
-        low=taken.low,
-        high=taken.high,
-        pairs=len(ours),
-        peer=f"{PEER} ({run.backend})",
-        time_ratio=ratio.value,
-        time_ratio_low=ratio.low,
-        time_ratio_high=ratio.high,
-        ok=not any(value["wrong"] for value in run.values),
-        machine={"backend": run.backend},
-    )
-
-
 def _count_rows(case: dict, run) -> Iterator[Row]:
     """How many collectives a step has and what they carry: ok where FSDP2 has as many, and they carry as much, on every rank."""
     ours, theirs = run.values[0]["ours"], run.values[0]["theirs"]

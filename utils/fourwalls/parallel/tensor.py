@@ -62,7 +62,17 @@ class Region:
         """After backward: finish the gradients of parameters that every rank holds. Here they are finished."""
 
 
-class ColumnLinear(nn.Module):
+class _Shard(nn.Module):
+    """A linear layer of which this rank holds a part: it starts as that part of the whole layer does."""
+
+    @torch.no_grad()
+    def init_parameters(self, name: str = "linear", seed: int = 0) -> None:
+        fill_shard(self.weight, self.cuts["weight"], self.comm, f"{name}.weight", seed=seed, std=self.std)
+        if self.bias is not None:
+            self.bias.zero_()
+
+
+class ColumnLinear(_Shard):
     """y = x W^T + bias, W cut along its outputs. weight (outputs/t, inputs), bias (outputs/t,).
 
     x (..., inputs), whole -> (..., outputs/t); with gather_output (..., outputs) on all ranks, by one more all-gather. Starts
@@ -90,12 +100,6 @@ class ColumnLinear(nn.Module):
         self.cuts = {"weight": Cut(0, outputs), "bias": Cut(0, outputs)}
         self.init_parameters()
 
-    @torch.no_grad()
-    def init_parameters(self, name: str = "linear", seed: int = 0) -> None:
-        fill_shard(self.weight, self.cuts["weight"], self.comm, f"{name}.weight", seed=seed, std=self.std)
-        if self.bias is not None:
-            self.bias.zero_()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (y,) = self.region.enter(x, [self])
         return autograd.gather_from(self.comm, y, -1, self.outputs) if self.gather_output else y
@@ -104,7 +108,7 @@ class ColumnLinear(nn.Module):
         return f"{self.inputs}, {self.outputs} in {self.comm.size} columns, bias={self.bias is not None}"
 
 
-class RowLinear(nn.Module):
+class RowLinear(_Shard):
     """y = x W^T + bias, W cut along its inputs. weight (outputs, inputs/t), bias (outputs,) whole on every rank.
 
     x (..., inputs/t) -> (..., outputs) as `region.leave` gives it; with split_input x is whole and each rank takes its columns.
@@ -132,12 +136,6 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
         self.cuts = {"weight": Cut(1, inputs)}
         self.init_parameters()
-
-    @torch.no_grad()
-    def init_parameters(self, name: str = "linear", seed: int = 0) -> None:
-        fill_shard(self.weight, self.cuts["weight"], self.comm, f"{name}.weight", seed=seed, std=self.std)
-        if self.bias is not None:
-            self.bias.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.split_input:

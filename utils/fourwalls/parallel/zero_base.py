@@ -10,6 +10,7 @@ Reference: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -25,7 +26,7 @@ from .zero_shards import Flat
 __all__ = ["Sharded"]
 
 
-class Sharded:
+class Sharded(ABC):
     """The part of ZeRO that all stages share; use `Zero1`, `Zero2`, `Zero3` or `zero(model, comm, stage=...)`.
 
     optimizer       called as optimizer(groups, **options): a class of nn.optim or torch.optim that works element by element
@@ -80,14 +81,15 @@ class Sharded:
         model.__dict__["_sharded"] = self
 
     # --- what a stage says -----------------------------------------------------------------------------------------
+    @abstractmethod
     def _lay_out(self, named: list) -> list[Flat]:
-        raise NotImplementedError
+        """The flat tensors that the parameters in `named` become."""
 
+    @abstractmethod
     def reduce(self) -> None:
         """Afterwards the shards hold the mean gradient of everything that backward has made. `step` and `clip_` call it."""
-        raise NotImplementedError
 
-    def _publish(self) -> None:
+    def _publish(self) -> None:  # noqa: B027 - stage 3 has nothing to do here
         """After the optimiser's step: what the next forward needs."""
 
     # --- the training step -----------------------------------------------------------------------------------------
