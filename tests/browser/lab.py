@@ -57,11 +57,13 @@ class Lab:
         self.page.set_default_timeout(30_000)
         self.page.wait_for_function(DRAWN)
 
-    def run_all(self, after=lambda lab: 0, seconds=600):
-        """Run every cell in order, calling `after(lab)` behind each code cell, as a reader acts. Returns the sum."""
+    def run_all(self, after=lambda lab: 0, seconds=600, only=None):
+        """Run every cell (or those of index in `only`) in order, calling `after(lab)` behind each code cell. Returns the sum."""
         total = 0
         end = time.monotonic() + seconds
         for index, kind in self.cells():
+            if only is not None and index not in only:
+                continue
             self.run_cell(index)
             if kind == "code":
                 total += after(self)
@@ -78,9 +80,10 @@ class Lab:
         return json.loads(rows)
 
     def sources(self):
-        """The text of all code cells."""
-        code = f"[...{NOTEBOOK}.content.model.cells].filter(cell => cell.type === 'code')"
-        return "\n".join(self.page.evaluate(f"{code}.map(cell => cell.sharedModel.source)"))
+        """The text of each cell, "" for prose."""
+        return self.page.evaluate(
+            f"[...{NOTEBOOK}.content.model.cells].map(cell => cell.type === 'code' ? cell.sharedModel.source : '')"
+        )
 
     def restart(self):
         """A fresh kernel, as after Kernel > Restart."""
