@@ -1,0 +1,238 @@
+"""A task with a judge: what is wanted, checks of value and of cost, and a verdict for each, at once and with a picture.
+
+A check draws fresh inputs, runs the learner's function on several numbers of ranks in a process of its own (judge.py), and
+compares plain results with a one-device oracle made here, and the counts of its Trace with a formula. A hint says where and what
+shape, never the answer. A class seed draws a twist of each task, so that an answer copied from another class fails.
+
+    points = sum of the points of the checks that passed
+
+Reference: DESIGN, section 8; nbgrader's partial credit.
+"""
+
+import html
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..viz.show import show
+from . import progress
+from .judge import Apart, Outcome
+from .stand_in import Failure
+
+__all__ = ["Check", "Finding", "Problem", "Report", "Session", "Spec", "Target"]
+
+SECONDS = 10.0  # what one hanging run may cost
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the learner reads. `wants`: lines of prose; `signature`: the def line; minutes, and 1 to 5 for the other two."""
+
+    title: str
+    signature: str
+    wants: tuple[str, ...]
+    minutes: int
+    difficulty: int
+    importance: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cost that a right solution meets: `name`, what it may be at most in words and symbols, and why."""
+
+    name: str
+    formula: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found. said: one line for the learner, without any expected value. hint: place and shape, or ""."""
+
+    passed: bool
+    said: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One verdict. run(session) -> Finding; it may also raise, which fails the check with the message."""
+
+    name: str
+    points: float
+    run: Callable[["Session"], Finding]
+
+
+@dataclass
+class Session:
+    """What a check works with: the learner's process, fresh dice, the twist, and the runs made so far."""
+
+    apart: Apart
+    dice: random.Random
+    twist: dict
+    functions: tuple[str, ...]
+    driver: str
+    cluster: object = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    remembered: dict = field(default_factory=dict)  # what an earlier check of the same session made
+
+    def run(self, *args, ranks=1, per_rank=None, driver=None, cluster=None, limit=SECONDS) -> Outcome:
+        """Run the learner's function. Raises Stopped for a failure, which the check then reports."""
+        outcome = self.apart.run(
+            driver or self.driver,
+            self.functions,
+            args,
+            ranks=ranks,
+            per_rank=per_rank,
+            cluster=cluster or self.cluster,
+            seed=self.dice.randrange(2**31),
+            limit=limit,
+        )
+        self.outcomes.append(outcome)
+        if outcome.failure is not None:
+            raise Stopped(outcome.failure)
+        return outcome
+
+
+class Stopped(Exception):
+    """A run of the learner's function that did not come to its end."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task: `problem.show()`, `problem.check(my_function)`.
+
+    name       "ring.reduce_scatter": the lab and the function
+    checks     tried in this order; a hang or a death ends the trial
+    targets    what a right solution costs, as the learner reads it
+    forbidden  modules that hold the answer
+    driver     "module.function" that calls it on the learner's side (course/drivers.py)
+    twist      what this class's variation is
+    picture    picture(outcome, ax) -> axes, of the learner's own run
+    """
+
+    name: str
+    spec: Spec
+    checks: tuple[Check, ...]
+    targets: tuple[Target, ...] = ()
+    forbidden: tuple[str, ...] = ()
+    driver: str = "fourwalls.course.drivers.call"
+    cluster: object = None
+    twist: dict = field(default_factory=dict)
+    picture: Callable | None = None
+
+    @property
+    def points(self) -> float:
+        """The most that can be had."""
+        return sum(check.points for check in self.checks)
+
+    def show(self) -> None:
+        """What is wanted, and what it may cost."""
+        spec = self.spec
+        lines = [spec.title, spec.signature, *spec.wants]
+        lines += [f"Cost: {t.name} {t.formula}{f' ({t.why})' if t.why else ''}" for t in self.targets]
+        lines.append(
+            f"about {spec.minutes} minutes, difficulty {_dots(spec.difficulty)}, importance {_dots(spec.importance)}, "
+            f"{self.points:g} points"
+        )
+        first, code, *rest = lines
+        markup = f"<h4>{html.escape(first)}</h4><pre>{html.escape(code)}</pre>" + "".join(
+            f"<p>{html.escape(line)}</p>" for line in rest
+        )
+        show("\n".join(lines), f'<div class="fw-problem">{markup}</div>')
+
+    def check(self, function: Callable, *, seed: int | None = None) -> "Report":
+        """Try the learner's `function`: a verdict for each check, shown at once and returned. seed: only to repeat a trial.
+
+        Raises ValueError for what is no function, or cannot be sent to a process of its own.
+        """
+        if not callable(function):
+            raise ValueError(f"check takes a function, not {type(function).__name__}: write it without the parentheses")
+        with Apart(self.forbidden) as apart:
+            apart.load(**{self.asked: function})
+            report = self.judge(apart, seed=seed)
+        progress.remember_check(self.name, report.points == self.points)
+        return report
+
+    @property
+    def asked(self) -> str:
+        """The name of the function."""
+        return self.name.rpartition(".")[2]
+
+    def judge(self, apart: Apart, *, seed: int | None = None) -> "Report":
+        """All checks on the functions loaded in `apart`. Never raises for what the learner's code does."""
+        dice = random.Random(seed) if seed is not None else random.SystemRandom()
+        session = Session(apart, dice, self.twist, (self.asked,), self.driver, self.cluster)
+        verdicts, stopped = [], None
+        for check in self.checks:
+            finding = Finding(False, "not tried: see above") if stopped and stopped.kind in ("hang", "dead") else None
+            if finding is None:
+                try:
+                    finding = check.run(session)
+                except Stopped as stop:
+                    again = stopped is not None and stopped.kind == stop.failure.kind
+                    stopped = stop.failure
+                    finding = Finding(False, f"{stopped.kind}, as above" if again else str(stopped))
+            verdicts.append((check, finding))
+        return Report(self, tuple(verdicts), session.outcomes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdicts of one trial."""
+
+    problem: Problem
+    verdicts: tuple[tuple[Check, Finding], ...]
+    outcomes: list = field(repr=False, default_factory=list)
+
+    @property
+    def points(self) -> float:
+        """The points of the checks that passed."""
+        return sum(check.points for check, finding in self.verdicts if finding.passed)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(finding.passed for _, finding in self.verdicts)
+
+    def lines(self) -> list[str]:
+        """One line for each verdict, and the sum."""
+        said = []
+        for check, finding in self.verdicts:
+            mark = "ok  " if finding.passed else "no  "
+            said.append(f"{mark}{check.name}{': ' + finding.said if finding.said else ''}")
+            if finding.hint and not finding.passed:
+                said.append(f"      hint: {finding.hint}")
+        return [*said, f"{self.points:g} of {self.problem.points:g} points"]
+
+    def timeline(self, ax=None):
+        """The learner's own run, the last that came to its end, as a picture; None where none did."""
+        runs = [o for o in self.outcomes if o.failure is None and len(o.trace) and o.trace.ranks > 1]
+        if not runs or self.problem.picture is None:
+            return None
+        return self.problem.picture(runs[-1], ax)
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for check, finding in self.verdicts:
+            mark, word = ("✓", "passed") if finding.passed else ("✗", "not yet")
+            hint = f"<br><em>{html.escape(finding.hint)}</em>" if finding.hint and not finding.passed else ""
+            said = html.escape(finding.said).replace("\n", "<br>")
+            rows.append(f"<tr><td>{mark} {word}</td><td>{html.escape(check.name)}</td><td>{said}{hint}</td></tr>")
+        return (
+            f'<table class="fw-report">{"".join(rows)}</table>'
+            f"<strong>{self.points:g} of {self.problem.points:g} points</strong>"
+        )
+
+
+def _dots(n: int) -> str:
+    return "●" * n + "○" * (5 - n)
+
+

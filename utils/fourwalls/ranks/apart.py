@@ -1,0 +1,175 @@
+"""The process that a learner's code is loaded into: it forks one child a rank, and knows nothing that the judge knows.
+
+It is started afresh, so no expected value is in its memory; modules that hold the answer cannot be imported here; and ranks
+share nothing but messages, since each is a process. The judge (course/judge.py) talks to it over one socket.
+
+    load -> names of functions,     rank (with a socket of its own) -> a fork that serves it,     end -> no process left
+
+Reference: the fork server of Python's multiprocessing.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import importlib.abc
+import io
+import linecache
+import os
+import signal
+import socket
+import sys
+import traceback
+
+import torch
+
+from . import plain
+from .remote import serve
+from .ship import unpack_value
+
+__all__ = ["Forbidden", "main"]
+
+
+class Forbidden(ImportError):
+    """A module that holds what the task asks for."""
+
+
+class _Guard(importlib.abc.MetaPathFinder):
+    """Refuses to import what is forbidden, and what lies below it."""
+
+    def __init__(self, names):
+        self._names = tuple(names)
+
+    def find_spec(self, name, path=None, target=None):
+        if any(name == word or name.startswith(word + ".") for word in self._names):
+            raise Forbidden(f"{name} cannot be imported here: it holds what this task asks you to write")
+        return None  # noqa: RET501  the protocol's word for: ask the next finder
+
+
+def main(number: int) -> None:
+    """Serve the judge on the socket with this file number until it closes."""
+    torch.set_num_threads(1)
+    control = socket.socket(fileno=number)
+    names: dict = {}
+    children: set[int] = set()
+    while True:
+        try:
+            question, fds = _receive(control)
+        except (EOFError, OSError):
+            break
+        verb, *rest = question
+        try:
+            if verb == "rank":
+                answer = _fork(control, fds[0], names, *rest)
+                children.add(answer)
+            elif verb == "end":
+                answer = _end(children)
+            elif verb == "where":
+                answer = _where(rest[0], children)
+            else:
+                answer = _LOADERS[verb](names, *rest)
+        except Exception as error:
+            plain.write(control, ["error", type(error).__name__, str(error)[:4000]])
+        else:
+            plain.write(control, ["ok", answer])
+        for fd in fds:
+            os.close(fd)
+    _end(children)
+
+
+def _receive(control):
+    first, fds, _, _ = socket.recv_fds(control, 1, 1)  # one byte tells whether a socket comes along
+    if not first:
+        raise EOFError
+    return plain.read(control), list(fds)
+
+
+def _forbid(names, forbidden):
+    """Take away the modules that hold answers, and torch's own collectives."""
+    for name in [n for n in sys.modules if any(n == word or n.startswith(word + ".") for word in forbidden)]:
+        parent, _, last = name.rpartition(".")
+        if parent in sys.modules:
+            vars(sys.modules[parent]).pop(last, None)
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Guard(forbidden))
+    import torch.distributed as native
+
+    def refused(*_, **__):
+        raise RuntimeError("torch's own collectives are not part of this task: build it from messages")
+
+    for name in ("init_process_group", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv"):
+        setattr(native, name, refused)
+    return True
+
+
+def _load_pickle(names, name, data, sources):
+    """A function of a notebook, as ship.py packed it in the learner's own kernel, and the texts of its cells."""
+    for file, source in sources.items():
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names[name] = unpack_value(data.numpy().tobytes())[0]
+    return True
+
+
+def _load_cells(names, cells):
+    """Run cells [(file name, source)] one after the other in one namespace, as a kernel would. Returns [error text or None]."""
+    space = names.setdefault("", {"__name__": "__main__", "__builtins__": __builtins__})
+    said = []
+    for file, source in cells:
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(source, file, "exec"), space)
+            said.append(None)
+        except BaseException as error:  # a cell that fails, or exits, takes nobody along
+            said.append("".join(traceback.format_exception_only(error)).strip()[:4000])
+    names.update({key: value for key, value in space.items() if callable(value) and not key.startswith("_")})
+    return said
+
+
+_LOADERS = {"forbid": _forbid, "pickle": _load_pickle, "cells": _load_cells, "names": lambda names: sorted(n for n in names if n)}
+
+
+def _fork(control, fd, names, driver, wanted, args, options):
+    """A child that runs driver(comm, functions, *args) as one rank and serves the socket `fd`. Returns its process id."""
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise NameError(f"there is no function {', '.join(missing)}")
+    module, _, function = driver.rpartition(".")
+    call = getattr(importlib.import_module(module), function)  # here, so that each child has it already
+    gc.collect(0)
+    gc.freeze()  # what is shared stays shared: a collection in a child would copy every page that it looks at
+    child = os.fork()
+    if child:
+        return child
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if hasattr(signal, "SIGUSR1"):
+            faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+        control.close()
+        stream = socket.socket(fileno=fd)
+        functions = {name: names[name] for name in wanted}
+        serve(stream, call, (functions, *args), **options)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(0)
+
+
+def _where(child, children):
+    """Let a child that does not come back write its Python lines to the output, where the judge reads them."""
+    if child in children and hasattr(signal, "SIGUSR1"):
+        os.kill(child, signal.SIGUSR1)
+    return True
+
+
+def _end(children):
+    """Kill and reap every child; how many were still alive."""
+    alive = 0
+    for child in list(children):
+        with contextlib.suppress(ProcessLookupError):
+            if os.waitpid(child, os.WNOHANG)[0] == 0:
+                alive += 1
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        children.discard(child)
+    return alive
