@@ -22,7 +22,8 @@ from .install import ensure, read_stamp
 __all__ = ["main", "parse"]
 
 GROUPS = {"test": ["lab", "test", "dev"]}  # what a command needs besides the library's own packages; all others: ["lab"]
-COMMANDS = ("lab", "setup", "check", "test", "reset")
+COMMANDS = ("lab", "setup", "check", "test", "reset", "labs", "mutants")
+TEACHING = ("labs", "mutants")  # carried out by fourwalls.course, which needs what is installed
 
 
 def main(argv: list[str], root: Path, description: str = "") -> int:
@@ -35,6 +36,9 @@ def main(argv: list[str], root: Path, description: str = "") -> int:
         ensure(root, GROUPS.get(options.command, ["lab"]), torch=options.torch, yes=options.yes)
         if options.command == "test":
             return parts.run_parts(root, [word for word in (options.only or "").split(",") if word], options.extra)
+        if options.command in TEACHING:
+            command = [str(venv_python(root)), "-m", "fourwalls.course", options.command, *options.extra]
+            return subprocess.call(command, env=_environment(root), cwd=root)
         return {"lab": _lab, "setup": _setup, "check": _check}[options.command](root, options)
     except needs.Stop as stop:
         sys.stdout.flush()
@@ -47,7 +51,7 @@ def main(argv: list[str], root: Path, description: str = "") -> int:
 
 
 def parse(argv: list[str], description: str = "") -> argparse.Namespace:
-    """The options; `.extra` has what belongs to pytest (test), to JupyterLab (behind --) or names a notebook (reset)."""
+    """The options; `.extra` has what belongs to pytest (test), to JupyterLab (behind --), to a teacher's command, or to reset."""
     at = argv.index("--") if "--" in argv else len(argv)
     own, behind = argv[:at], argv[at + 1 :]
     form = argparse.RawDescriptionHelpFormatter
@@ -60,7 +64,7 @@ def parse(argv: list[str], description: str = "") -> argparse.Namespace:
     parser.add_argument("--port", type=int, help="JupyterLab's port (default: 8888, or the next free one)")
     parser.add_argument("--only", metavar="PARTS", help=f"with test: some of {','.join(parts.PARTS)}, commas between")
     options, extra = parser.parse_known_args(own)
-    if extra and options.command not in ("test", "reset"):
+    if extra and options.command not in ("test", "reset", *TEACHING):
         hint = "; what JupyterLab shall get stands behind --" if options.command == "lab" else ""
         parser.error(f"{extra[0]} is not known here{hint}")
     options.extra = extra + behind

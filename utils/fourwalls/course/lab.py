@@ -1,7 +1,7 @@
 """A lab in a notebook: `lab = fw.lab("ring")`, then `lab.show("shift")` and `lab.check(shift)`.
 
 The tasks of one lab share a process for the learner's code, started in the background while the first lines are read, so that a
-check answers in seconds. Under the grader (FOURWALLS_GRADING) nothing is checked here: the judge stands outside the notebook.
+check answers in seconds. Under the grader something of the same shape takes its place, and the judge is outside (ranks/apart.py).
 
     lab.check(f) -> Report        points of the lab = sum over its tasks
 
@@ -10,7 +10,6 @@ Reference: DESIGN, section 8.
 
 import atexit
 import importlib
-import os
 import threading
 
 from . import progress
@@ -32,6 +31,11 @@ class Lab:
 
     def __repr__(self) -> str:
         return f"Lab({self.name!r}: {', '.join(self.problems)}; {sum(p.points for p in self.problems.values()):g} points)"
+
+    @property
+    def reference(self) -> dict:
+        """What this class's variation is, for the reference solution; under the grader a student's code finds None here."""
+        return next(iter(self.problems.values())).twist
 
     def show(self, task: str) -> None:
         """What is wanted of `task`, and what it may cost."""
@@ -88,7 +92,6 @@ def lab(name: str, *, twist: int | None = None) -> Lab:
         raise ValueError(f"there is no lab {name!r}; there are {', '.join(LABS)}")
     module = importlib.import_module(f".{LABS[name]}", __package__)
     made = Lab(name, twist, module.problems(twist))
-    if not os.environ.get("FOURWALLS_GRADING"):
-        made.warm()
-        atexit.register(made.close)
+    made.warm()
+    atexit.register(made.close)
     return made

@@ -11,6 +11,7 @@ Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clus
 
 import math
 import random
+from dataclasses import replace
 
 import torch
 
@@ -64,7 +65,8 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 difficulty=1,
                 importance=4,
             ),
-            _checks(_shift, _shift_cost, points=(2, 1)),
+            _checks(_shift, _shift_cost),
+            4,
             (Target("sends a rank", "1 (none with one rank)"), Target("time", "alpha + S beta")),
         ),
         Problem(
@@ -77,7 +79,8 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 difficulty=3,
                 importance=5,
             ),
-            _checks(_reduce_scatter, _half_cost(_reduce_scatter), points=(3, 2)),
+            _checks(_reduce_scatter, _half_cost(_reduce_scatter)),
+            6,
             half,
         ),
         Problem(
@@ -93,7 +96,8 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 difficulty=2,
                 importance=5,
             ),
-            _checks(_all_gather, _half_cost(_all_gather), points=(3, 2)),
+            _checks(_all_gather, _half_cost(_all_gather)),
+            6,
             half,
         ),
         Problem(
@@ -106,21 +110,20 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 difficulty=2,
                 importance=5,
             ),
-            _checks(_all_reduce, _full_cost, points=(3, 3), more=(Check("the same bits on every rank", 1, _same_bits),)),
+            _checks(_all_reduce, _full_cost, Check("the same bits on every rank", _same_bits)),
+            8,
             full,
         ),
     ]
-    return {
-        p.asked: Problem(p.name, p.spec, p.checks, p.targets, FORBIDDEN, p.driver, WIRE, t, _picture) for p in made
-    }
+    return {p.asked: replace(p, forbidden=FORBIDDEN, cluster=WIRE, twist=t, picture=_picture) for p in made}
 
 
-def _checks(value, cost, *, points, more=()):
+def _checks(value, cost, *more):
     return (
-        Check("values on 1 to 8 ranks", points[0], lambda s: _values(s, value)),
+        Check("values on 1 to 8 ranks", lambda s: _values(s, value)),
         *more,
-        Check("x is left as it was, neighbours only", 1, _manners),
-        Check("cost", points[1], cost),
+        Check("x is left as it was, neighbours only", _manners),
+        Check("cost", cost),
     )
 
 

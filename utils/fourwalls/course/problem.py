@@ -4,9 +4,9 @@ A check draws fresh inputs, runs the learner's function on several numbers of ra
 compares plain results with a one-device oracle made here, and the counts of its Trace with a formula. A hint says where and what
 shape, never the answer. A class seed draws a twist of each task, so that an answer copied from another class fails.
 
-    points = sum of the points of the checks that passed
+    points = all of the task's if every check passes, else none: right values at twice the price are another task
 
-Reference: DESIGN, section 8; nbgrader's partial credit.
+Reference: DESIGN, section 8.
 """
 
 import html
@@ -59,7 +59,6 @@ class Check:
     """One verdict. run(session) -> Finding; it may also raise, which fails the check with the message."""
 
     name: str
-    points: float
     run: Callable[["Session"], Finding]
 
 
@@ -118,17 +117,13 @@ class Problem:
     name: str
     spec: Spec
     checks: tuple[Check, ...]
+    points: float = 1
     targets: tuple[Target, ...] = ()
     forbidden: tuple[str, ...] = ()
     driver: str = "fourwalls.course.drivers.call"
     cluster: object = None
     twist: dict = field(default_factory=dict)
     picture: Callable | None = None
-
-    @property
-    def points(self) -> float:
-        """The most that can be had."""
-        return sum(check.points for check in self.checks)
 
     def show(self) -> None:
         """What is wanted, and what it may cost."""
@@ -155,7 +150,7 @@ class Problem:
         with Apart(self.forbidden) as apart:
             apart.load(**{self.asked: function})
             report = self.judge(apart, seed=seed)
-        progress.remember_check(self.name, report.points == self.points)
+        progress.remember_check(self.name, report.passed)
         return report
 
     @property
@@ -191,8 +186,8 @@ class Report:
 
     @property
     def points(self) -> float:
-        """The points of the checks that passed."""
-        return sum(check.points for check, finding in self.verdicts if finding.passed)
+        """All of the task's points, or none."""
+        return self.problem.points if self.passed else 0
 
     @property
     def passed(self) -> bool:

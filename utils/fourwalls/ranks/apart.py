@@ -52,7 +52,9 @@ def main(number: int) -> None:
     control = socket.socket(fileno=number)
     names: dict = {}
     children: set[int] = set()
+    copies: set[int] = set()  # they end when their own judge leaves them
     while True:
+        copies -= {pid for pid in copies if os.waitpid(pid, os.WNOHANG)[0]}
         try:
             question, fds = _receive(control)
         except (EOFError, OSError):
@@ -62,6 +64,9 @@ def main(number: int) -> None:
             if verb == "rank":
                 answer = _fork(control, fds[0], names, *rest)
                 children.add(answer)
+            elif verb == "copy":
+                answer = _copy(control, *fds)
+                copies.add(answer)
             elif verb == "end":
                 answer = _end(children)
             elif verb == "where":
@@ -78,7 +83,7 @@ def main(number: int) -> None:
 
 
 def _receive(control):
-    first, fds, _, _ = socket.recv_fds(control, 1, 1)  # one byte tells whether a socket comes along
+    first, fds, _, _ = socket.recv_fds(control, 1, 2)  # one byte, beside which files may come along
     if not first:
         raise EOFError
     return plain.read(control), list(fds)
@@ -110,8 +115,22 @@ def _load_pickle(names, name, data, sources):
     return True
 
 
-def _load_cells(names, cells):
+class _Lab:
+    """Stands for `fw.lab(...)` in a notebook that is graded: it shows and checks nothing. reference: for our own solutions."""
+
+    def __init__(self, reference):
+        self.reference = reference
+
+    def show(self, task):
+        """Nothing."""
+
+    def check(self, function, task=None):
+        """Nothing."""
+
+
+def _load_cells(names, cells, reference):
     """Run cells [(file name, source)] one after the other in one namespace, as a kernel would. Returns [error text or None]."""
+    vars(sys.modules["fourwalls"])["lab"] = lambda name, twist=None: _Lab(reference)
     space = names.setdefault("", {"__name__": "__main__", "__builtins__": __builtins__})
     said = []
     for file, source in cells:
@@ -152,6 +171,22 @@ def _fork(control, fd, names, driver, wanted, args, options):
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
+        os._exit(0)
+
+
+def _copy(control, fd, output):
+    """A fork of this process, in a session of its own, that serves another judge on the socket `fd` and prints to `output`."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        control.close()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        main(fd)
+    finally:
         os._exit(0)
 
 
