@@ -48,10 +48,10 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
     owner = "chunk r" if t["offset"] == 0 else f"chunk (r + {t['offset']}) mod n"
     total = "the sum of all ranks' x" if not t["weighted"] else "the sum of (r + 1) times the x of rank r"
     ring = f"Messages go to the {way} neighbour only, rank {'r + 1' if t['step'] == 1 else 'r - 1'} (mod n)"
-    half = (Target("bytes, all ranks", "(n - 1) S"), Target("sends a rank", "at most n - 1"))
+    half = (Target("bytes of all ranks", "(n - 1) S"), Target("messages a rank sends", "at most n - 1"))
     full = (
-        Target("bytes, all ranks", "2 (n - 1) S", "each chunk travels 2 (n - 1) hops"),
-        Target("sends a rank", "at most 2 (n - 1)"),
+        Target("bytes of all ranks", "2 (n - 1) S", "each chunk travels 2 (n - 1) hops"),
+        Target("messages a rank sends", "at most 2 (n - 1)"),
         Target("time", "2 (n - 1) (alpha + ceil(N / n) beta)", f"alpha {ALPHA * 1e6:g} µs, {BANDWIDTH / 1e9:g} GB/s"),
     )
     made = [
@@ -67,7 +67,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
             ),
             _checks(_shift, _shift_cost),
             4,
-            (Target("sends a rank", "1 (none with one rank)"), Target("time", "alpha + S beta")),
+            (Target("messages a rank sends", "1 (none with one rank)"), Target("time", "alpha + S beta")),
         ),
         Problem(
             "ring.reduce_scatter",

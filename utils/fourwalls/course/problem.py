@@ -21,6 +21,7 @@ from .stand_in import Failure
 
 __all__ = ["Check", "Finding", "Problem", "Report", "Session", "Spec", "Target"]
 
+LEFT = '"text-align:left"'  # Jupyter puts the text of a table to the right
 SECONDS = 10.0  # what one hanging run may cost
 
 
@@ -129,7 +130,7 @@ class Problem:
         """What is wanted, and what it may cost."""
         spec = self.spec
         lines = [spec.title, spec.signature, *spec.wants]
-        lines += [f"Cost: {t.name} {t.formula}{f' ({t.why})' if t.why else ''}" for t in self.targets]
+        lines += [f"Cost, {t.name}: {t.formula}{f' ({t.why})' if t.why else ''}" for t in self.targets]
         lines.append(
             f"about {spec.minutes} minutes, difficulty {_dots(spec.difficulty)}, importance {_dots(spec.importance)}, "
             f"{self.points:g} points"
@@ -214,13 +215,25 @@ class Report:
     def __repr__(self) -> str:
         return "\n".join(self.lines())
 
+    def _ipython_display_(self) -> None:
+        """The verdicts as a table, with a plain twin, and the learner's own run under it."""
+        show(repr(self), self._repr_html_())
+        ax = self.timeline()
+        if ax is not None:
+            from IPython.display import display
+            from matplotlib import pyplot
+
+            display(ax.figure)
+            pyplot.close(ax.figure)
+
     def _repr_html_(self) -> str:
         rows = []
         for check, finding in self.verdicts:
             mark, word = ("✓", "passed") if finding.passed else ("✗", "not yet")
             hint = f"<br><em>{html.escape(finding.hint)}</em>" if finding.hint and not finding.passed else ""
             said = html.escape(finding.said).replace("\n", "<br>")
-            rows.append(f"<tr><td>{mark} {word}</td><td>{html.escape(check.name)}</td><td>{said}{hint}</td></tr>")
+            cells = (f"{mark} {word}", html.escape(check.name), said + hint)
+            rows.append(f"<tr>{''.join(f'<td style={LEFT}>{cell}</td>' for cell in cells)}</tr>")
         return (
             f'<table class="fw-report">{"".join(rows)}</table>'
             f"<strong>{self.points:g} of {self.problem.points:g} points</strong>"
