@@ -5,7 +5,7 @@
 Reference: course/judge.py, which names these functions.
 """
 
-__all__ = ["call", "pure", "unchanged"]
+__all__ = ["call", "pure", "run_stage", "unchanged"]
 
 
 def call(comm, functions, *inputs):
@@ -23,3 +23,40 @@ def unchanged(comm, functions, *inputs):
     before = [x.clone() if hasattr(x, "clone") else x for x in inputs]
     call(comm, functions, *inputs)
     return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in zip(inputs, before, strict=True))
+
+
+def run_stage(comm, functions, actions, weight, inputs, index, stages):
+    """The last of `functions` as execute(actions, stage, comm) on one stage tanh(x W); the gradient of W. F takes 1 s, B 2 s."""
+    stage = _Stage(comm, weight, inputs, index, stages)
+    list(functions.values())[-1](list(actions), stage, comm)
+    return stage.gradient
+
+
+class _Stage:
+    """y = tanh(x W), and the sum of squares behind the last one. Each call is recorded as the action that it is."""
+
+    def __init__(self, comm, weight, inputs, index, stages):
+        self._comm, self._weight, self._inputs, self._index, self._stages = comm, weight, inputs, index, stages
+        self._kept, self.gradient = {}, weight * 0
+
+    def forward(self, microbatch, x):
+        """y of one micro-batch; x None on the first stage."""
+        if (x is None) != (self._index == 0):
+            raise ValueError(f"stage {self._index} of {self._stages}: x is {'None' if x is None else 'given'}")
+        with self._comm.compute(f"{self._index}F{microbatch}", seconds=1.0, kind="forward", microbatch=microbatch):
+            x = self._inputs[microbatch] if x is None else x.clone()
+            y = (x @ self._weight).tanh()
+        self._kept[microbatch] = x, y
+        return y.clone()
+
+    def backward(self, microbatch, dy):
+        """dx of one micro-batch; dy None on the last stage."""
+        if (dy is None) != (self._index == self._stages - 1):
+            raise ValueError(f"stage {self._index} of {self._stages}: dy is {'None' if dy is None else 'given'}")
+        if microbatch not in self._kept:
+            raise ValueError(f"stage {self._index}: B{microbatch} before F{microbatch}, or twice")
+        with self._comm.compute(f"{self._index}B{microbatch}", seconds=2.0, kind="backward", microbatch=microbatch):
+            x, y = self._kept.pop(microbatch)
+            inner = (2 * y if dy is None else dy) * (1 - y * y)
+            self.gradient = self.gradient + x.T @ inner
+            return inner @ self._weight.T

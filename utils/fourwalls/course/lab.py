@@ -18,7 +18,7 @@ from .problem import Problem, Report
 
 __all__ = ["LABS", "Lab", "lab"]
 
-LABS = {"ring": "lab_ring"}  # name -> module of its checks
+LABS = {"ring": "lab_ring", "schedules": "lab_schedules"}  # name -> module of its checks
 
 
 class Lab:
