@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .judge import Apart
 from .lab import LABS
-from .problem import Report
+from .problem import Report, apart_for
 from .stand_in import Failed
 
 __all__ = ["Graded", "code_cells", "grade_notebook"]
@@ -60,7 +60,7 @@ def grade_notebook(
     problems = importlib.import_module(f".{LABS[lab]}", __package__).problems(twist)
     first = next(iter(problems.values()))
     cells = code_cells(notebook)
-    with base.copy() if base is not None else Apart(first.forbidden, **apart) as made:
+    with base.copy() if base is not None else apart_for(problems.values(), **apart) as made:
         try:
             said = made.load_cells(cells, limit=CELLS_SECONDS, reference=first.twist if reference else None)
         except Failed as failed:

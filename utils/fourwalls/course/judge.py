@@ -50,11 +50,12 @@ class Apart:
     """The learner's process. `with Apart(forbidden=[...]) as apart: apart.load(f=f); apart.run("module.driver", ["f"], ...)`.
 
     forbidden  modules that cannot be imported there
+    drivers    "module.function" that `run` will be asked for: imported at once, so that no rank has to
     paths      put before everything else on its path (a copy of the library without answers)
     wrap       turns the command line into one that runs it without network and access; None: as it is
     """
 
-    def __init__(self, forbidden=(), *, paths=(), wrap=None):
+    def __init__(self, forbidden=(), drivers=(), *, paths=(), wrap=None):
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-s", "-u", "-c", _START, str(theirs.fileno()), *map(str, paths)]
         env = {k: v for k, v in os.environ.items() if not k.startswith(("FOURWALLS_", "JPY_", "PYTEST_"))}
@@ -71,6 +72,7 @@ class Apart:
         self._begin(ours)
         try:
             self._ask("forbid", list(forbidden))
+            self._ask("import", list(drivers))
         except BaseException:
             self.close()
             raise

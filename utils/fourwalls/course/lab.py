@@ -14,11 +14,11 @@ import threading
 
 from . import progress
 from .judge import Apart
-from .problem import Problem, Report
+from .problem import Problem, Report, apart_for
 
 __all__ = ["LABS", "Lab", "lab"]
 
-LABS = {"ring": "lab_ring", "schedules": "lab_schedules"}  # name -> module of its checks
+LABS = {"ring": "lab_ring", "tensor": "lab_tensor", "schedules": "lab_schedules"}  # name -> module of its checks
 
 
 class Lab:
@@ -48,7 +48,7 @@ class Lab:
         if not callable(function):
             raise ValueError(f"check takes a function, not {type(function).__name__}: write it without the parentheses")
         with self._lock:
-            apart = self._started(problem)
+            apart = self._started()
             apart.load(**{problem.asked: function})
             report = problem.judge(apart)
             if not apart.alive:
@@ -70,11 +70,11 @@ class Lab:
 
     def _warm(self):
         with self._lock:
-            self._started(next(iter(self.problems.values())))
+            self._started()
 
-    def _started(self, problem):
+    def _started(self):
         if self._apart is None:
-            self._apart = Apart(problem.forbidden)
+            self._apart = apart_for(self.problems.values())
         return self._apart
 
     def _problem(self, name):

@@ -20,6 +20,7 @@ from pathlib import Path
 from .grade import Graded, grade_notebook
 from .judge import Apart
 from .lab import LABS
+from .problem import apart_for
 from .release import student_copy
 
 __all__ = ["Row", "mutants_of", "print_table", "rows_of", "source_of", "started", "table"]
@@ -70,8 +71,7 @@ def _share(share) -> list[Row]:
 
 def started(lab: str) -> Apart:
     """A process for the lab's code with nothing loaded, to be copied."""
-    problems = importlib.import_module(f".{LABS[lab]}", __package__).problems()
-    return Apart(next(iter(problems.values())).forbidden)
+    return apart_for(importlib.import_module(f".{LABS[lab]}", __package__).problems().values())
 
 
 def print_table(rows: list[Row]) -> int:

@@ -19,7 +19,7 @@ from . import progress
 from .judge import Apart, Outcome
 from .stand_in import Failure
 
-__all__ = ["Check", "Finding", "Problem", "Report", "Session", "Spec", "Target"]
+__all__ = ["Check", "Finding", "Problem", "Report", "Session", "Spec", "Target", "apart_for"]
 
 LEFT = '"text-align:left"'  # Jupyter puts the text of a table to the right
 SECONDS = 10.0  # what one hanging run may cost
@@ -94,6 +94,12 @@ class Session:
         return outcome
 
 
+def apart_for(problems, **options) -> Apart:
+    """A process for the learner's code of these problems of one lab. options: of Apart."""
+    problems = list(problems)
+    return Apart(problems[0].forbidden, sorted({problem.driver for problem in problems}), **options)
+
+
 class Stopped(Exception):
     """A run of the learner's function that did not come to its end."""
 
@@ -148,7 +154,7 @@ class Problem:
         """
         if not callable(function):
             raise ValueError(f"check takes a function, not {type(function).__name__}: write it without the parentheses")
-        with Apart(self.forbidden) as apart:
+        with apart_for([self]) as apart:
             apart.load(**{self.asked: function})
             report = self.judge(apart, seed=seed)
         progress.remember_check(self.name, report.passed)
