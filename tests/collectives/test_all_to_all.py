@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fourwalls as fw
+from fourwalls.collectives import autograd
 from fourwalls.collectives.all_to_all import all_to_all, all_to_all_unequal, exchange_counts
 from fourwalls.cost.collectives import all_to_all_cost, collective_cost
 from fourwalls.cost.hardware import uniform
@@ -63,6 +64,7 @@ def test_bytes_messages_and_time_equal_the_formula():
         assert [trace.bytes_sent(r) for r in range(n)] == list(cost.bytes_sent) == [24 * (n - 1)] * n
         assert [trace.messages_sent(r) for r in range(n)] == list(cost.messages_sent) == [n - 1] * n
         assert trace.makespan_ps == cost.picoseconds == (n - 1) * (10**6 + 24 * 1000)
+        assert [e.peer for e in trace.where(rank=0, kind="send")] == list(range(1, n))  # nobody is sent to twice in a step
         counts = [[count(s, d, 1) for d in range(n)] for s in range(n)]
         for known in (False, True):
             cost = all_to_all_cost(counts, 12, NETWORK, counts_known=known)
@@ -105,6 +107,17 @@ def test_exchange_counts():
     assert fw.simulate(told, ranks=3, cluster=NETWORK).values == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
 
 
+def test_counts_may_be_any_whole_numbers():
+    """A list, a tensor, numpy's ints (as `bincount` gives), a generator."""
+    kinds = ([1, 1], torch.tensor([1, 1]), torch.tensor([1, 1]).numpy(), list(torch.tensor([1, 1])), range(1, 2))
+
+    def program(comm):
+        found = [all_to_all_unequal(comm, torch.arange(2.0), kind)[1] for kind in kinds[:4]]
+        return found + [autograd.all_to_all(comm, torch.arange(2.0), kind)[1] for kind in kinds[:4]]
+
+    assert fw.simulate(program, ranks=2, cluster=NETWORK).values == [[[1, 1]] * 8] * 2
+
+
 @pytest.mark.parametrize(
     ("counts", "shape", "word"),
     [
@@ -112,6 +125,10 @@ def test_exchange_counts():
         ([3], (3,), "one whole number of at least 0 for each of 2 ranks"),
         ([4, -1], (3,), "at least 0"),
         ([1.5, 1.5], (3,), "whole number"),
+        ([True, True], (2,), "whole number"),
+        (None, (3,), "counts is None"),
+        ("11", (2,), "counts is 11"),
+        ([[1], [1]], (2,), "whole number"),
         ([0, 0], (), "ask for 0 rows"),
     ],
 )

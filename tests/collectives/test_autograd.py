@@ -222,6 +222,86 @@ def test_second_derivatives():
         assert torch.allclose(second, 6 * 6 * numbers(1, (4,)))
 
 
+def second_order(comm, name):
+    """(d/dx of c.g, with g the gradient of sum y^3, c a constant; what it must be: the backward of 6 y (A c), where y = A x)."""
+    shape = (2, 3) if KINDS[name][0] == "chunk" else (2 * comm.size, 3)
+    x, c = numbers(1 + comm.rank, shape).requires_grad_(), numbers(50 + comm.rank, shape)
+    y = operate(comm, name, x, 0, 2 * comm.size)
+    (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad((g * c).sum(), x)
+    weights = 6 * y.detach() * operate(comm, name, c, 0, 2 * comm.size)
+    (wanted,) = torch.autograd.grad((operate(comm, name, x, 0, 2 * comm.size) * weights).sum(), x)
+    return found, wanted
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_second_derivatives_of_every_operator(name):
+    for found, wanted in fw.simulate(second_order, name, ranks=3, cluster=NETWORK).values:
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+TAKES = {
+    "copy_to": ("all_reduce",),
+    "reduce_from": ("all_reduce",),
+    "all_reduce": ("all_reduce",),
+    "scatter_to": ("all_gather",),
+    "gather_from": ("all_gather",),
+    "all_gather": ("all_gather", "reduce_scatter"),
+    "reduce_scatter": ("all_gather", "reduce_scatter"),
+}
+
+
+def with_own(comm, name):
+    """Calls of the collectives that were handed in: (in forward, in backward, in the backward of the backward)."""
+    calls, counts = [], []
+
+    def counting(kind):
+        return lambda comm, x, **options: calls.append(kind) or getattr(ring, kind)(comm, x, **options)
+
+    own = {kind: counting(kind) for kind in TAKES[name]}
+    x = numbers(1, (2, 3) if KINDS[name][0] == "chunk" else (2 * comm.size, 3)).requires_grad_()
+    y = getattr(autograd, name)(comm, x, **({} if TAKES[name] == ("all_reduce",) else {"dim": 0}), **own)
+    counts.append(tuple(calls))
+    calls.clear()
+    (g,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    counts.append(tuple(calls))
+    calls.clear()
+    torch.autograd.grad((g**2).sum(), x)
+    return counts, tuple(calls)
+
+
+def test_the_collectives_handed_in_are_the_ones_used():
+    once = ("all_reduce",)
+    wanted = {
+        "copy_to": ((), once),
+        "reduce_from": (once, ()),
+        "all_reduce": (once, once),
+        "scatter_to": ((), ("all_gather",)),
+        "gather_from": (("all_gather",), ()),
+        "all_gather": (("all_gather",), ("reduce_scatter",)),
+        "reduce_scatter": (("reduce_scatter",), ("all_gather",)),
+    }
+    for name, (forward, backward) in wanted.items():
+        for counts, further in fw.simulate(with_own, name, ranks=2, cluster=NETWORK).values:
+            assert tuple(counts) == (forward, backward), name
+            assert sorted(further) == sorted(forward + backward), name  # of its backward, and of its own
+
+
+def messages_home(comm):
+    x = numbers(comm.rank, (comm.size, 2)).requires_grad_()
+    y, _ = autograd.all_to_all(comm, x, [1] * comm.size)
+    middle = comm.clock()
+    y.sum().backward()
+    return middle, comm.clock() - middle
+
+
+def test_the_way_back_of_unequal_pieces_knows_its_counts():
+    """Checks off, no counts are sent a second time: n - 1 messages of 16 bytes, after n - 1 of 8 and n - 1 of 16."""
+    one = NETWORK.link(0, 1).picoseconds
+    for there, back in fw.simulate(messages_home, ranks=3, cluster=NETWORK, checks=False).values:
+        assert (there, back) == (2 * (one(8) + one(16)), 2 * one(16))
+
+
 def test_chunks_that_do_not_fit_are_named():
     def program(comm, size):
         autograd.gather_from(comm, torch.ones(2, 3), 1, size)

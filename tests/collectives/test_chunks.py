@@ -25,8 +25,15 @@ def test_no_segment_is_larger_than_asked_and_no_fewer_would_do():
                 assert max(chunk_sizes(largest, count)) * 4 <= segment_bytes
                 assert count == 1 or max(chunk_sizes(largest, count - 1)) * 4 > segment_bytes
     assert segment_count(0, 4, 2, 16) == segment_count(100, 4, 2, None) == 1
-    with pytest.raises(ValueError, match="segment_bytes is 0"):
-        segment_count(1, 4, 1, 0)
+    for wrong, word in (
+        (0, "is 0"),
+        (-4, "is -4"),
+        (1e6, "is 1000000.0 .int.1000000.0. would do"),
+        ("4", "is '4'"),
+        (True, "is T"),
+    ):
+        with pytest.raises(ValueError, match=f"segment_bytes {word}.*a whole number of at least 1"):
+            segment_count(1, 4, 1, wrong)
 
 
 def test_working_copy_never_shares_memory_unless_asked():
@@ -51,6 +58,9 @@ def test_gather_layout():
     assert gather_layout(torch.ones(2), 3, 1, 7) == ([3, 2, 2], (7,))
     with pytest.raises(ValueError, match="rank 1 gives 3 elements; chunk 1 of 7 elements on 3 ranks has 2"):
         gather_layout(torch.ones(3), 3, 1, 7)
+    for wrong in (-1, 6.0, True):
+        with pytest.raises(ValueError, match="numel is .*a whole number of at least 0"):
+            gather_layout(torch.ones(2), 3, 1, wrong)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -90,6 +100,15 @@ def test_ten_times_the_bound_is_wrong_and_a_plain_loop_is_right(op, dtype):
     assert wrong_elements(off, exact, bound) == 1
     off[7] = exact[7] + 0.9 * bound[7]
     assert wrong_elements(off, exact, bound) == 0
+
+
+def test_the_bound_is_that_of_n_minus_one_roundings_and_no_looser():
+    for dtype, n in ((torch.float32, 2), (torch.bfloat16, 5), (torch.float16, 3)):
+        u = torch.finfo(dtype).eps / 2
+        for op, roundings, size in (("sum", n - 1, n * 2.0), ("avg", n, 2.0), ("prod", n - 1, 2.0**n)):
+            bound = exact_and_bound([torch.tensor([2.0], dtype=dtype)] * n, op)[1].item()
+            exact = ((1 + u) ** roundings - 1) * size
+            assert exact <= bound <= 1.001 * exact, (dtype, op)
 
 
 def test_nan_is_wrong_where_the_oracle_has_none():

@@ -112,7 +112,7 @@ def on_groups(comm, nodes):
 
 
 def test_nodes_may_be_given_in_any_order():
-    for nodes in ([[3, 0], [2, 1], [4]], [[0, 2, 4], [1, 3]]):
+    for nodes in ([[3, 0], [2, 1], [4]], [[0, 2, 4], [1, 3]], torch.tensor([[4, 3, 2, 1, 0]])):
         for value in fw.simulate(on_groups, nodes, ranks=5, cluster=NETWORK).values:
             assert value.tolist() == [15.0, 35.0]
 
@@ -149,6 +149,8 @@ def test_real_ranks_give_the_bits_of_simulated_ones():
         ({"nodes": [[0, 1]]}, "each of the ranks 0 to 2 once"),
         ({"nodes": [[0, 1], [1, 2]]}, "each of the ranks 0 to 2 once"),
         ({"nodes": [[0, 1, 2], []]}, "no node empty"),
+        ({"nodes": [0, 1, 2]}, "a list of nodes, each a list of ranks"),
+        ({"nodes": [[0, 1.0, 2]]}, "a list of nodes, each a list of ranks"),
         ({"nodes": [[0, 1, 2]], "ranks_per_node": 3}, "give one of them"),
     ],
 )

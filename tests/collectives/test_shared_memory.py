@@ -86,9 +86,9 @@ def test_many_calls_out_of_step(n):
 
 
 def what_is_left(comm):
-    x = torch.ones(1000)
+    x, descriptors = torch.ones(1000), len(os.listdir("/proc/self/fd"))
     shared_memory.all_reduce(comm, x)
-    room, descriptors = comm._room, len(os.listdir("/proc/self/fd"))
+    room, descriptors = comm._room, descriptors + 1  # the mapping keeps one
     for _ in range(5):
         shared_memory.all_reduce(comm, x)
     more = len(os.listdir("/proc/self/fd")) - descriptors
@@ -110,13 +110,15 @@ def in_place(comm):
     matrix = torch.arange(8.0).view(4, 2) + 100 * comm.rank
     column = matrix[:, 0]
     assert shared_memory.all_reduce(comm, column, out=column) is column
+    shared_memory.all_reduce(comm, torch.ones(4096), segment_bytes=3000)  # a chunk of 2048 in blocks of 750 at most: 3
     return matrix
 
 
 def test_a_column_in_place_spares_its_neighbour_and_nothing_is_sent():
     run = fw.run(in_place, ranks=2, stream=False)
     assert run.trace.bytes_sent() == 0 and run.trace.messages_sent() == 0
-    assert len(run.trace.where(kind="reduce")) == 2  # checks on: additions are recorded
+    # checks on: additions are recorded, one for the column and one for each block
+    assert [len(run.trace.where(rank=r, kind="reduce")) for r in range(2)] == [1 + 3] * 2
     for rank, matrix in enumerate(run.values):
         assert torch.equal(matrix[:, 0], torch.tensor([100.0, 104.0, 108.0, 112.0]))
         assert torch.equal(matrix[:, 1], torch.tensor([1.0, 3.0, 5.0, 7.0]) + 100 * rank)
@@ -144,6 +146,33 @@ def test_where_there_is_no_common_memory_the_ring_stands_in_with_a_word(name, va
     assert run.values == [[True, True]] * 3
     assert run.output.count("shared memory: ") == 1 and "the ring stands in" in run.outputs[0]
     assert re.search(word, run.outputs[0])
+
+
+def no_addresses(*_):
+    raise OSError(12, "Cannot allocate memory")
+
+
+def awkward(comm):
+    """A group whose first rank cannot even look at the memory that it made; what has no data; what is still to be read."""
+    group, prepare, files = comm.split(0), shared.Area.prepare, len(os.listdir("/proc/self/fd"))
+    shared.Area.prepare = staticmethod(no_addresses)
+    said = [float(shared_memory.all_reduce(group, torch.ones(3))[0])]
+    shared.Area.prepare, more = prepare, len(os.listdir("/proc/self/fd")) - files
+    whole = torch.ones(1_000_001)  # several blocks: what is written would be read again
+    for x, out in ((torch.ones(3, device="meta"), None), (whole[1:], whole[:-1])):
+        try:
+            shared_memory.all_reduce(comm, x, out=out)
+        except ValueError as error:
+            said.append(str(error))
+    return said, more, not isinstance(comm._room, str)
+
+
+def test_no_addresses_no_data_and_no_memory_of_its_own():
+    run = fw.run(awkward, ranks=2, stream=False)
+    assert "rank 0 cannot: Cannot allocate memory; the ring stands in" in run.outputs[0]
+    for (total, meta, overlap), more, shares in run.values:
+        assert (total, more, shares) == (2.0, 0, True)  # no file is left open
+        assert "meta tensor" in meta and "out shares memory with x" in overlap
 
 
 def test_simulated_ranks_use_the_ring_and_say_so():

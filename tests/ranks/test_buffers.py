@@ -20,7 +20,7 @@ def test_shared_memory_of_two_tensors():
     assert not share_memory(x, x.clone()) and not share_memory(x[:4], x[4:])
     assert not share_memory(m[:, 0], m[:, 1]) and not share_memory(x[::2], x[1::2])
     assert share_memory(x[::2], x[2:3]) and not share_memory(x[::2], x[3:4])
-    assert not share_memory(x[:0], x)
+    assert not share_memory(x[:0], x) and not share_memory(x[3:3], x) and not share_memory(m, m[1, 2:2])  # no byte, none shared
 
 
 def test_shared_memory_is_a_matter_of_bytes_not_elements():

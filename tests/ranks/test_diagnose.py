@@ -70,7 +70,9 @@ def test_waits_without_a_peer_are_stuck():
         (("isend", "exchange send"), "All of them send first"),
         (("recv", "recv"), "All of them receive first"),
         (("recv", "exchange recv"), "All of them receive first"),
-        (("barrier", "recv"), "in which order"),
+        (("barrier", "recv"), "Rank 0 is in barrier, the rest in something else"),
+        (("recv", "split"), "Rank 1 is in split, the rest in something else"),
+        (("barrier", "barrier"), "in which order"),
     ],
 )
 def test_advice_fits_the_circle(ops, words):

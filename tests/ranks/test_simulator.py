@@ -726,3 +726,88 @@ def test_an_error_that_cannot_be_shown():
     with pytest.raises(fw.RankError) as caught:
         fw.simulate(long, ranks=1)
     assert len(str(caught.value)) < 70_000
+
+
+def two_receives(comm, kind):
+    """Rank 0 has two messages under way that touch the same bytes, one of them arriving; `kind` says how."""
+    x = torch.zeros(6)
+    if comm.rank == 1:
+        return [request.wait() for request in [comm.isend(torch.ones(4), 0), comm.isend(torch.full((4,), 2.0), 0)]]
+    first = comm.irecv(x[:4], 1)
+    second = {"same": x[:4], "overlap": x[2:], "strided": x.as_strided((4,), (1,), 1)}.get(kind)
+    if kind == "send":
+        comm.isend(x[3:], 1, 7)
+    comm.irecv(second, 1).wait()
+    return first.wait()
+
+
+@pytest.mark.parametrize("kind", ["same", "overlap", "strided", "send"])
+def test_two_messages_into_the_same_bytes_are_refused(kind):
+    with pytest.raises(fw.MismatchError, match="two messages touch the same memory at the same time") as caught:
+        fw.simulate(two_receives, kind, ranks=2, cluster=WIRE)
+    assert str(caught.value).count("rank 0: irecv(from 1, float32 (4,))") == (1 if kind == "send" else 2)
+
+
+def test_real_ranks_refuse_them_with_the_same_words():
+    with pytest.raises(fw.MismatchError, match="two messages touch the same memory at the same time"):
+        fw.run(two_receives, "overlap", ranks=2, stream=False)
+
+
+def test_neighbouring_columns_and_a_buffer_that_is_free_again_are_not_the_same_bytes():
+    def program(comm):
+        x = torch.zeros(4, 2)
+        if comm.rank == 1:
+            for k in range(4):
+                comm.send(torch.full((4,), float(k)), 0)
+            return None
+        left, right = comm.irecv(x[:, 0], 1), comm.irecv(x[:, 1], 1)
+        left.wait()
+        right.wait()
+        found = x.clone()
+        comm.recv(x[:, 0], 1)
+        comm.irecv(x[:, 0], 1).wait()
+        return found.tolist(), x.tolist()
+
+    found, again = fw.simulate(program, ranks=2, cluster=WIRE).values[0]
+    assert found == [[0.0, 1.0]] * 4 and again == [[3.0, 1.0]] * 4
+    assert fw.simulate(_meta_twice, ranks=2).values == [True] * 2
+
+
+def _meta_twice(comm):
+    """Meta tensors have no bytes, so no two of them share any."""
+    buffers = [torch.empty(3, device="meta") for _ in range(2)]
+    requests = [comm.irecv(buffer, 1 - comm.rank) for buffer in buffers]
+    requests += [comm.isend(torch.empty(3, device="meta"), 1 - comm.rank) for _ in range(2)]
+    for request in requests:
+        request.wait()
+    return True
+
+
+@pytest.mark.parametrize("cost", [{"seconds": -1}, {"flops": -1.0}, {"bytes": -8}, {"seconds": float("nan")}])
+def test_no_work_takes_less_than_nothing(cost):
+    def program(comm):
+        with comm.compute("forward", **cost):
+            pass
+
+    name = next(iter(cost))
+    with pytest.raises(fw.RankError, match=f"ValueError: rank 0: compute.'forward', {name}=.*a cost is at least 0"):
+        fw.simulate(program, ranks=1, cluster=WIRE)
+
+
+def test_real_ranks_have_the_default_dtype_of_the_caller_and_no_negative_work():
+    def program(comm):
+        dtype = torch.ones(1).dtype
+        try:
+            with comm.compute("forward", seconds=-1):
+                return dtype, "went on"
+        except ValueError as error:
+            return dtype, str(error)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        real, modelled = fw.run(program, ranks=2, stream=False).values, fw.simulate(program, ranks=2).values
+    finally:
+        torch.set_default_dtype(before)
+    assert real == modelled and [dtype for dtype, _ in real] == [torch.float64] * 2
+    assert all("seconds=-1): a cost is at least 0" in text for _, text in real)

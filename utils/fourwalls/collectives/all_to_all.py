@@ -11,6 +11,7 @@ Reference: Thakur, Rabenseifner and Gropp 2005 (pairwise exchange); MPI_Alltoall
 """
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 
@@ -24,8 +25,8 @@ __all__ = ["all_to_all", "all_to_all_unequal", "exchange_counts"]
 def all_to_all(comm: Comm, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x` (n k, ...) is n equal pieces of k rows, piece q for rank q; the result (n k, ...) is piece r of every rank, in order.
 
-    Each rank sends n-1 messages of S/n. Raises ValueError where n does not divide the rows (see `all_to_all_unequal`),
-    MismatchError (checks on) where shapes differ.
+    Each rank sends n-1 messages of S/n. `out=x` works in place, from a copy of `x`. Raises ValueError where n does not divide
+    the rows (see `all_to_all_unequal`), MismatchError (checks on) where shapes differ.
     """
     n = comm.size
     if x.dim() == 0 or x.shape[0] % n:
@@ -34,8 +35,10 @@ def all_to_all(comm: Comm, x: torch.Tensor, *, out: torch.Tensor | None = None) 
             "use all_to_all_unequal(comm, x, counts) for pieces that differ"
         )
     agree(comm, "all_to_all", x, algorithm="pairwise")
-    result = result_buffer(x, x.shape, out)
-    _trade(comm, flat_input(x), [x.numel() // n] * n, result, [x.numel() // n] * n)
+    source, result = flat_input(x), result_buffer(x, x.shape, out)
+    if source.data_ptr() == result.data_ptr():  # in place, a piece would be overwritten before it is sent
+        source = source.clone()
+    _trade(comm, source, [x.numel() // n] * n, result, [x.numel() // n] * n)
     return finish(result, x.shape, out)
 
 
@@ -93,9 +96,13 @@ def _trade(comm, flat, sizes, result, coming):
 
 
 def _whole_numbers(comm, word, counts):
-    counts = counts.tolist() if isinstance(counts, torch.Tensor) else list(counts)
-    if len(counts) != comm.size or any(not isinstance(c, int) or isinstance(c, bool) or c < 0 for c in counts):
+    given = counts.tolist() if isinstance(counts, torch.Tensor) else counts
+    try:  # a numpy int, or an int in a tensor, is a whole number too
+        counts = [-1 if isinstance(c, bool) else index(c) for c in given]
+    except TypeError:
+        counts = []
+    if len(counts) != comm.size or min(counts) < 0:
         raise ValueError(
-            f"rank {comm.rank}: {word} is {counts}; it has one whole number of at least 0 for each of {comm.size} ranks"
+            f"rank {comm.rank}: {word} is {given}; it has one whole number of at least 0 for each of {comm.size} ranks"
         )
     return counts

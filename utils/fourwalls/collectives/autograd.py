@@ -97,7 +97,7 @@ def all_to_all(
     """
     if counts is None:
         return _AllToAll.apply(x, comm)
-    y, came = _AllToAllUnequal.apply(x, comm, list(counts), expect)
+    y, came = _AllToAllUnequal.apply(x, comm, counts, expect)
     return y, came
 
 

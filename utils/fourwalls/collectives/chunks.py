@@ -13,7 +13,10 @@ import math
 
 import torch
 
+from ..ranks.buffers import overlaps, share_memory
+
 __all__ = [
+    "check_segment",
     "chunk_sizes",
     "chunk_start",
     "cut",
@@ -52,11 +55,20 @@ def segment_count(numel: int, itemsize: int, n: int, segment_bytes: int | None) 
     """Into how many segments each chunk is cut, so that none is larger than `segment_bytes` (None: one segment)."""
     if segment_bytes is None:
         return 1
-    if segment_bytes < 1:
-        raise ValueError(f"segment_bytes is {segment_bytes}; it must be at least 1, or None for one segment a chunk")
+    check_segment(segment_bytes)
     largest = -(-numel // n)  # elements of the largest chunk
     per_segment = max(1, segment_bytes // itemsize)
     return max(1, -(-largest // per_segment))
+
+
+def check_segment(segment_bytes: int | None) -> None:
+    """Raise ValueError unless `segment_bytes` is None or a whole number of at least 1."""
+    if segment_bytes is None or (isinstance(segment_bytes, int) and segment_bytes >= 1 and segment_bytes is not True):
+        return
+    near = f" (int({segment_bytes!r}) would do)" if isinstance(segment_bytes, float) and segment_bytes >= 1 else ""
+    raise ValueError(
+        f"segment_bytes is {segment_bytes!r}{near}; it must be a whole number of at least 1, or None for no further cut"
+    )
 
 
 def segments(chunk: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -73,7 +85,7 @@ def working_copy(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     """A flat contiguous tensor with the elements of `x` free to be overwritten; the memory of `out` where that is possible.
 
     Without `out`, `x` is left unchanged. With `out=x` and contiguous memory nothing is copied. End with `finish`.
-    Raises ValueError where `out` differs from `x` in shape, dtype or device.
+    Raises ValueError where `out` differs from `x` in shape, dtype or device, or overlaps it without being the same elements.
     """
     if out is None:
         flat = flat_input(x)
@@ -84,20 +96,30 @@ def working_copy(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     return flat
 
 
-def result_buffer(x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None = None) -> torch.Tensor:
+def result_buffer(x: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None = None, place: int = 0) -> torch.Tensor:
     """A flat contiguous buffer for a result of `shape`, dtype and device as `x`; the memory of `out` where that is possible.
 
-    Raises ValueError where `out` differs from that in shape, dtype or device.
+    Raises ValueError where `out` differs from that in shape, dtype or device, holds an element twice, or shares memory with `x`:
+    a result written there would overwrite what is still to be read. `x` itself may be the elements of `out` from number `place`.
     """
     if out is None:
         return x.new_empty(math.prod(shape))
+    if not isinstance(out, torch.Tensor):
+        raise ValueError(f"out is {type(out).__name__}; it takes a tensor, {x.dtype} {tuple(shape)}")
     if tuple(out.shape) != tuple(shape) or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}; the result is {x.dtype} {tuple(shape)} on {x.device}"
         )
     if not _plain(out):
+        if overlaps(out):
+            raise ValueError(f"out is an expanded tensor {tuple(out.shape)}, whose elements share memory; use out.contiguous()")
         return out.new_empty(out.numel())
-    return out.detach().view(-1)
+    flat = out.detach().view(-1)
+    there = flat.data_ptr() + place * flat.element_size()
+    if out is not x and x.data_ptr() != there and not out.is_meta and _plain(x) and share_memory(x, out):
+        where = "out=x" if x.numel() == flat.numel() else f"an x that is elements {place} to {place + x.numel()} of out"
+        raise ValueError(f"out shares memory with x, but is not the same elements: give {where}, or memory of its own")
+    return flat
 
 
 def gather_layout(x: torch.Tensor, n: int, rank: int, numel: int | None) -> tuple[list[int], tuple[int, ...]]:
@@ -109,6 +131,8 @@ def gather_layout(x: torch.Tensor, n: int, rank: int, numel: int | None) -> tupl
     """
     if numel is None:
         return [x.numel()] * n, (n, *x.shape)
+    if not isinstance(numel, int) or isinstance(numel, bool) or numel < 0:
+        raise ValueError(f"numel is {numel!r}; it is a whole number of at least 0, or None for equal shapes")
     sizes = chunk_sizes(numel, n)
     if x.numel() != sizes[rank]:
         raise ValueError(

@@ -91,7 +91,7 @@ def all_gather(comm: Comm, x: torch.Tensor, *, numel: int | None = None, out: to
     """
     sizes, shape = gather_layout(x, comm.size, comm.rank, numel)
     agree_gather(comm, "all_gather", x, numel, algorithm="halving")
-    flat, piece = result_buffer(x, shape, out), flat_input(x)
+    flat, piece = result_buffer(x, shape, out, sum(sizes[: comm.rank])), flat_input(x)
     seats = fold(comm.size)
     seat, pair = _seat(comm, seats)
     if comm.rank == pair[-1] != pair[0]:

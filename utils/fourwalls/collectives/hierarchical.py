@@ -11,6 +11,7 @@ Reference: Cho, Finkler, Kung and Hunter, "BlueConnect", 2019; Sergeev and Del B
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import index
 
 import torch
 
@@ -67,7 +68,13 @@ def find_nodes(comm: Comm, ranks_per_node: int | None = None, nodes: Sequence[Se
     """
     ranks = range(comm.size)
     if nodes is not None:
-        found = [list(node) for node in nodes]
+        nodes = nodes.tolist() if isinstance(nodes, torch.Tensor) else nodes
+        try:
+            found = [[index(rank) for rank in node] for node in nodes]
+        except TypeError:
+            raise ValueError(
+                f"nodes is {nodes!r}; it is a list of nodes, each a list of ranks, such as [[0, 1], [2, 3]]"
+            ) from None
         if ranks_per_node is not None or [] in found or sorted(rank for node in found for rank in node) != list(ranks):
             raise ValueError(
                 f"nodes is {found} and ranks_per_node {ranks_per_node}; give one of them, and with nodes each of the ranks "

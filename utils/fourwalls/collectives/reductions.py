@@ -75,6 +75,8 @@ def get_reduction(op: str, dtype: torch.dtype) -> Reduction:
         near = [OTHER_NAMES[op]] if op in OTHER_NAMES else get_close_matches(str(op).lower(), OPS, n=1)
         raise ValueError(f"op is {op!r}; the operations are {', '.join(OPS)}" + (f"; did you mean {near[0]!r}?" if near else ""))
     chosen = OPS[op]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{op} takes torch tensors, and this is an array of numpy's {dtype}; try torch.as_tensor(x)")
     if dtype not in chosen.dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in chosen.dtypes)
         hint = ""

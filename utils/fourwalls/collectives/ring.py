@@ -71,7 +71,7 @@ def all_gather(
     """
     sizes, shape = gather_layout(x, comm.size, comm.rank, numel)
     agree_gather(comm, "all_gather", x, numel, algorithm="ring", segment_bytes=segment_bytes)
-    flat = result_buffer(x, shape, out)
+    flat = result_buffer(x, shape, out, sum(sizes[: comm.rank]))
     pieces = list(flat.split(sizes))
     pieces[comm.rank].copy_(flat_input(x))
     _circulate(comm, pieces, comm.rank, 0, comm.size - 1, None, _count(flat, comm.size, segment_bytes))

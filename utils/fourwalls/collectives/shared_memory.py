@@ -20,7 +20,7 @@ from ..ranks.comm import Comm
 from ..ranks.shared import Area, open_area
 from . import ring
 from .agree import agree
-from .chunks import chunk_sizes, cut, finish, flat_input, result_buffer, segment_count
+from .chunks import check_segment, chunk_sizes, cut, finish, flat_input, result_buffer, segment_count
 from .reductions import get_reduction
 
 __all__ = ["BUFFERS", "SMALL_BYTES", "all_reduce", "row_bytes"]
@@ -43,11 +43,10 @@ def all_reduce(
     on) where calls differ.
     """
     reduction = get_reduction(op, x.dtype)
-    if segment_bytes is not None and segment_bytes < 1:
-        raise ValueError(f"segment_bytes is {segment_bytes}; it must be at least 1, or None for as much as fits")
+    check_segment(segment_bytes)
     agree(comm, "all_reduce", x, algorithm="shared_memory", op=op, segment_bytes=segment_bytes)
     room = _room(comm) if comm.size > 1 else None
-    if isinstance(room, str):
+    if isinstance(room, str) or x.is_meta:  # the ring says what to do with a tensor that has no data
         return ring.all_reduce(comm, x, op=op, out=out)
     source, result = flat_input(x), result_buffer(x, x.shape, out)
     if comm.size == 1:

@@ -68,7 +68,7 @@ def gather(
     check_root(comm, root)
     sizes, shape = gather_layout(x, comm.size, comm.rank, numel)
     agree_gather(comm, "gather", x, numel, algorithm="star", root=root)
-    flat = result_buffer(x, shape, out) if comm.rank == root else None
+    flat = result_buffer(x, shape, out, sum(sizes[: comm.rank])) if comm.rank == root else None
     _pick_up(comm, flat_input(x), flat, sizes, root)
     return finish(flat, shape, out) if comm.rank == root else None
 
@@ -77,7 +77,7 @@ def all_gather(comm: Comm, x: torch.Tensor, *, numel: int | None = None, out: to
     """Every rank returns what `gather` gives to its root: the boss collects all pieces, then sends all of them to everybody."""
     sizes, shape = gather_layout(x, comm.size, comm.rank, numel)
     agree_gather(comm, "all_gather", x, numel, algorithm="star")
-    flat = result_buffer(x, shape, out)
+    flat = result_buffer(x, shape, out, sum(sizes[: comm.rank]))
     _pick_up(comm, flat_input(x), flat, sizes, BOSS)
     _hand_out(comm, flat, BOSS)
     return finish(flat, shape, out)

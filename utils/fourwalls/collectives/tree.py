@@ -104,7 +104,7 @@ def gather(
     check_root(comm, root)
     sizes, shape = gather_layout(x, comm.size, comm.rank, numel)
     agree_gather(comm, "gather", x, numel, algorithm="tree", root=root)
-    flat = result_buffer(x, shape, out) if comm.rank == root else None
+    flat = result_buffer(x, shape, out, sum(sizes[: comm.rank])) if comm.rank == root else None
     _join_up(comm, flat_input(x), flat, sizes, root)
     return finish(flat, shape, out) if comm.rank == root else None
 
@@ -113,7 +113,7 @@ def all_gather(comm: Comm, x: torch.Tensor, *, numel: int | None = None, out: to
     """Every rank returns what `gather` gives to its root: pieces join on the way up, and all of them go down to everybody."""
     sizes, shape = gather_layout(x, comm.size, comm.rank, numel)
     agree_gather(comm, "all_gather", x, numel, algorithm="tree")
-    flat = result_buffer(x, shape, out)
+    flat = result_buffer(x, shape, out, sum(sizes[: comm.rank]))
     _join_up(comm, flat_input(x), flat, sizes, TOP)
     _down(comm, flat, TOP)
     return finish(flat, shape, out)

@@ -13,16 +13,17 @@ from functools import partial
 
 import torch
 
-from ..ranks.beside import Beside, Job, mark
-from ..ranks.comm import Comm
+from ..ranks.beside import Beside, Job, begun, mark
+from ..ranks.comm import Comm, call_site
 
 __all__ = ["in_place", "make_lane"]
 
 
 def in_place(all_reduce: Callable) -> Callable:
-    """f(comm, x, index): x = the sum over ranks, by a function that may return a new tensor or work in place.
+    """f(comm, x, index): x = the sum over ranks, by a function that returns it, in a new tensor or in x itself.
 
-    One with a parameter `out` is given out=x, one with a parameter `bucket` the bucket's number (None for what is no bucket).
+    One with a parameter `out` is given out=x and may return None; one with a parameter `bucket` is given the bucket's number
+    (None for what is no bucket).
     """
     known = inspect.signature(all_reduce).parameters
     takes_out, takes_bucket = "out" in known, "bucket" in known
@@ -32,8 +33,10 @@ def in_place(all_reduce: Callable) -> Callable:
         if takes_bucket:
             options["bucket"] = index
         result = all_reduce(comm, x, **options)
-        if result is None or result is x:
+        if result is x or (result is None and takes_out):
             return
+        if result is None:
+            raise ValueError("your all_reduce returned None; it returns the sum (is a `return` missing?), or fills its `out`")
         if result.shape != x.shape or result.dtype != x.dtype:
             got, wanted = f"{result.dtype} {tuple(result.shape)}", f"{x.dtype} {tuple(x.shape)}"
             raise ValueError(f"all_reduce returned {got} for {wanted}; it returns the sum, in the form of x")
@@ -88,11 +91,12 @@ class _NativeLane:
         self.comm, self.asynchronous, self.jobs = comm, asynchronous, []
 
     def start(self, label: str, x: torch.Tensor, reduce: Callable, index: int | None) -> None:
-        job = Job(label, lambda: None, self.comm.clock())
+        job = Job(label, lambda: None, self.comm.clock(), call_site())
         job.begin = job.given
         mark(self.comm, f"{label} begins", job.begin)
         work = self.comm.native.all_reduce(x, async_op=self.asynchronous)
         if work is not None:
+            begun(self.comm)[job] = None
             work.get_future().add_done_callback(partial(_stamp, job, self.comm))
         else:
             job.end = self.comm.clock()
@@ -100,7 +104,9 @@ class _NativeLane:
 
     def join(self) -> list[Job]:
         jobs, self.jobs = self.jobs, []
+        open_ = begun(self.comm)
         for job, work in jobs:
+            open_.pop(job, None)
             if work is not None:
                 work.wait()
             while job.end is None:  # the stamp comes from torch's thread, a moment later

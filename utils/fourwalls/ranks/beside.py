@@ -17,15 +17,39 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from . import book as lines
-from .comm import BESIDE, Comm, call_site
+from .comm import BESIDE, Call, Comm, CommError, call_site
+from .diagnose import explain_forgotten, message_of
 
-__all__ = ["Beside", "Job", "mark"]
+__all__ = ["Beside", "Job", "begun", "mark", "refuse_forgotten"]
 
 
 def mark(comm: Comm, name: str, at: int, nbytes: int = 0) -> None:
     """Put an instant into the trace: something without length happened on this rank at `at` (picoseconds)."""
     source = "modelled" if comm.simulated else "measured"
     _record(comm, ("mark", "mark", name, at, at, nbytes, None, None, None, source))
+
+
+def begun(comm: Comm) -> dict:
+    """The jobs of this rank that were begun, on whatever lane, and not waited for yet: job -> None."""
+    world = getattr(comm, "_world", None)
+    if world is None:  # a communicator that only wraps another one
+        return {}
+    return world.begun[comm._me] if comm.simulated else world.begun
+
+
+def refuse_forgotten(jobs: dict, rank: int) -> None:
+    """This rank's program has returned: raise CommError, which names the learner's lines, if jobs are left in `begun`."""
+    if not jobs:
+        return
+    calls = []
+    for job in jobs:
+        error = job.error
+        own = error is not None and not isinstance(error, CommError)  # a lost connection says nothing about this rank
+        calls.append(Call(rank, job.label + f" (it raised {type(error).__name__}: {message_of(error)})" * own, site=job.site))
+    jobs.clear()
+    error = CommError(explain_forgotten(*calls), rank=rank)
+    error.about, error.calls = "forgotten", tuple(calls)
+    raise error
 
 
 def _record(comm: Comm, row: tuple) -> None:
@@ -63,7 +87,8 @@ class Beside:
     """`start` jobs while the program computes, `join` them before it needs what they bring.
 
     `comm` must be one that the program itself does not use meanwhile: `comm.split(0, comm.rank)` makes one. Jobs begin in order,
-    one at a time; after one has failed the rest are left out, and `join` raises its error.
+    one at a time; after one has failed the rest are left out, and `join` raises its error. A program that returns before it has
+    joined what it began is refused (CommError): what it returned would be half done.
     """
 
     def __init__(self, comm: Comm):
@@ -76,6 +101,7 @@ class Beside:
         """Give a job; returns at once."""
         job = Job(label, work, self.comm.clock(), call_site(2))
         self.jobs.append(job)
+        begun(self.comm)[job] = None
         if not self.comm.simulated:
             if self._queue is None:
                 self._queue = SimpleQueue()
@@ -89,6 +115,9 @@ class Beside:
         jobs, self.jobs = self.jobs, []
         if not jobs:
             return jobs
+        open_ = begun(self.comm)
+        for job in jobs:
+            open_.pop(job, None)
         before = self.comm.clock()
         (self._join_simulated if self.comm.simulated else self._join_real)(jobs)
         after = self.comm.clock()

@@ -12,7 +12,7 @@ import zlib
 
 import torch
 
-__all__ = ["checksum", "overlaps", "share_memory"]
+__all__ = ["checksum", "overlaps", "reach", "share_memory"]
 
 _EXACT_BYTES = 2**26  # beyond this reach, tensors that may share bytes are taken to share none
 
@@ -31,8 +31,8 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `a` and `b` have a byte in common. Two columns of one matrix do not, though they lie between each other."""
     if a.is_contiguous() and b.is_contiguous():  # the usual case, asked for every exchange
         a_start, b_start = a.data_ptr(), b.data_ptr()
-        return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes
-    (a_start, a_end), (b_start, b_end) = _reach(a), _reach(b)
+        return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes and a.nbytes > 0 < b.nbytes
+    (a_start, a_end), (b_start, b_end) = reach(a), reach(b)
     if a_end <= b_start or b_end <= a_start:
         return False
     start, end = min(a_start, b_start), max(a_end, b_end)
@@ -63,7 +63,7 @@ def checksum(x: torch.Tensor) -> int:
     return mark
 
 
-def _reach(x: torch.Tensor) -> tuple[int, int]:
+def reach(x: torch.Tensor) -> tuple[int, int]:
     """The addresses from the first byte to behind the last."""
     if x.numel() == 0:
         return 0, 0

@@ -203,7 +203,7 @@ class Comm(ABC):
 
         Simulated: takes `seconds` if stated, else the modelled device's roofline time of `flops` and `bytes`; with none of the
         three, of the FLOPs and bytes counted from the operations inside. Real: measured; with `seconds`, sleeps until that much
-        has passed, and the event is labelled paced.
+        has passed, and the event is labelled paced. Raises ValueError for a cost below 0.
         """
 
     @abstractmethod
@@ -220,6 +220,11 @@ class Comm(ABC):
         """`torch.distributed`, initialised for the whole run, for comparison. RuntimeError on simulated ranks."""
 
     # --- shared by all transports ----------------------------------------------------------------------------------
+    def _check_cost(self, label, flops, bytes, seconds) -> None:
+        for name, value in (("flops", flops), ("bytes", bytes), ("seconds", seconds)):
+            if value is not None and not value >= 0:  # nan is no cost either
+                raise ValueError(f"rank {self.rank}: compute({label!r}, {name}={value!r}): a cost is at least 0, or left out")
+
     def _check_peer(self, peer: int, tag: int, word: str) -> None:
         if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.size:
             near = f"; use int({peer!r})" if hasattr(peer, "__index__") and not isinstance(peer, (int, bool)) else ""

@@ -26,6 +26,7 @@ __all__ = [
     "explain_changed",
     "explain_deadlock",
     "explain_failure",
+    "explain_forgotten",
     "explain_mismatch",
     "explain_shared",
     "explain_straggler",
@@ -229,6 +230,22 @@ def explain_unwaited(calls: Iterable[Call]) -> str:
     )
 
 
+def explain_forgotten(*calls: Call) -> str:
+    """Jobs that a rank had begun beside its program (`beside.Beside`) and never waited for when the program returned."""
+    rank, first = calls[0].rank, calls[0].op.partition(" (")[0]
+    many = "a job" if len(calls) == 1 else f"{len(calls)} jobs, the first of them"
+    rows = [f"  {c.op}, begun at {place(c.file, c.line, c.function)}" for c in calls[:3]]
+    return "\n".join(
+        [
+            f"rank {rank} has returned, but never waited for what it had begun beside its program: {many} {first}",
+            *rows,
+            *([f"  and {len(calls) - 3} more"] if len(calls) > 3 else []),
+            "Before the program returns (a training step: after backward) wait for them all: dp.synchronise() of DataParallel,",
+            "step() of a sharded optimiser, join() of Beside, or what your own function gives back for it.",
+        ]
+    )
+
+
 def explain_unanswered(calls: Iterable[Call]) -> str:
     """Messages that were begun and never answered, though every program has returned."""
     rows = [f"  {describe(call)}" for call in calls]
@@ -246,7 +263,15 @@ def outside() -> int:
     return depth
 
 
-MISMATCHES = {"differ": explain_mismatch, "changed": explain_changed, "shared": explain_shared}  # by name, as ranks report them
+MISMATCHES = {  # by name, as ranks report them
+    "differ": explain_mismatch,
+    "changed": explain_changed,
+    "shared": explain_shared,
+    "forgotten": explain_forgotten,
+}
+
+
+_COLLECTIVE = {"barrier", "split"}  # calls of all ranks that name themselves
 
 
 def _headline(waits: Mapping[int, Call], ring: list[int], finished: Collection[int]) -> str:
@@ -277,7 +302,16 @@ def _advice(waits: Mapping[int, Call], ring: list[int], finished: set[int], pend
             return ["All of them receive first, so nobody sends. Somebody must send first: parity order, isend, or exchange."]
         if _answers(waits[ring[0]], waits[ring[-1]]) and len(ring) == 2:
             return ["Their tags agree, so they speak in different communicators: both sides must use the same result of split."]
-        return ["Follow the lines above: in which order must these calls stand so that each send meets its receive?"]
+        if ops & _COLLECTIVE and ops - _COLLECTIVE:
+            there, name = ", ".join(str(r) for r in ring if waits[r].op in _COLLECTIVE), " / ".join(sorted(ops & _COLLECTIVE))
+            return [
+                f"Rank {there} is in {name}, the rest in something else that needs its answer. If that is a",
+                "call for all ranks (a sum, a broadcast, forward of a model spread over ranks), every rank must make it.",
+            ]
+        return [
+            "Follow the lines above: in which order must these calls stand so that each send meets its receive?",
+            "If one stands in a call for all ranks (a sum, forward of a model spread over ranks), every rank must make that.",
+        ]
     gone = sorted({c.peer for c in waits.values() if c.peer in finished})
     calls = sorted({c.op for c in waits.values() if c.peer in finished})
     if not gone:

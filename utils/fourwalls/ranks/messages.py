@@ -85,14 +85,24 @@ class Message(Request):
     def wait(self):
         if self.finished:
             return None if self.sending else self.x
-        world = self.world
+        world, me = self.world, threading.get_ident()
+        if world.waiters.setdefault(id(self), me) != me:
+            return self._await_other()
+        try:
+            self._await(world, me)
+        finally:
+            world.waiters.pop(id(self), None)
+        return None if self.sending else self.x
+
+    def _await(self, world, me):
         before = time.perf_counter_ns()
-        aside = threading.get_ident() != world.main and world.device.type == "cpu"
-        unsure = world.waiting > 0 or (aside and not world.joined)
+        aside = me != world.main and world.device.type == "cpu"
+        unsure = not world.settling and (world.waiting > 0 or (aside and not world.joined))
         if aside:
             world.behind = before, self.slot
         world.waiting += 1
-        world.book.say(lines.SETTLING if world.settling else lines.WAITING, before, self.slot, unsure or self.slot < 0)
+        if not (aside and world.settling):  # the program has returned: its own thread speaks for this rank
+            world.book.say(lines.SETTLING if world.settling else lines.WAITING, before, self.slot, unsure or self.slot < 0)
         try:
             if self.watcher is not None:
                 self.watcher.result()
@@ -107,10 +117,27 @@ class Message(Request):
         finally:
             world.waiting -= 1
             after = time.perf_counter_ns()
-            world.book.say(lines.RUNNING, after)
+            if not (aside and world.settling):
+                world.book.say(lines.RUNNING, after)
             if aside:
                 world.behind = None
         self._complete(before, before if aside else after, after)
+
+    def _await_other(self):
+        """Another thread waits for this message already, and the backend answers only one: look on until that one has it."""
+        world, before = self.world, time.perf_counter_ns()
+        mine = threading.get_ident() == world.main
+        if mine:
+            world.book.say(lines.SETTLING if world.settling else lines.WAITING, before, self.slot, self.slot < 0)
+        while id(self) in world.waiters:
+            waited = (time.perf_counter_ns() - before) / 1e9
+            if waited > world.patience.total_seconds():
+                raise self._lost(RuntimeError("timed out waiting"), waited)
+            time.sleep(0.001)
+        if not self.finished:
+            raise self._lost(RuntimeError("another thread's wait for it has failed"), (time.perf_counter_ns() - before) / 1e9)
+        if mine:
+            world.book.say(lines.RUNNING, time.perf_counter_ns())
         return None if self.sending else self.x
 
     def _complete(self, before, waited, after):

@@ -16,6 +16,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 
+import torch
+
 from .arguments import rank_arguments, whole_seed
 from .cluster import run_cluster
 from .comm import RankError
@@ -160,7 +162,8 @@ class Pool:
         """What ranks take on (worker.py)."""
         path = [p for p in sys.path if isinstance(p, str)]
         own = {"env": self.env, "threads": self.threads, "backend": self.backend, "timeout": self.timeout}
-        return {**own, "path": path, "folder": _folder()}
+        dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+        return {**own, "path": path, "folder": _folder(), "dtype": dtype}
 
     def close(self) -> None:
         """End the ranks. A second call does nothing."""

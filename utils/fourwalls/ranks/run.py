@@ -40,9 +40,9 @@ def run(
     stream    False: ranks' output is kept in run.outputs and not shown
     start     "fork" or "spawn"; None: fork from a warm server where that is safe
     env       further environment variables of the ranks, names and texts
-    An argument wrapped in fw.per_rank([...]) gives each rank its own item. Functions travel by value; results come back
-    pickled, and nothing in this process is changed by the ranks. Raises ValueError before anything starts; RankError,
-    DeadlockError or MismatchError after.
+    An argument wrapped in fw.per_rank([...]) gives each rank its own item. Functions travel by value, torch's default dtype is
+    this process's; results come back pickled, and nothing in this process is changed by the ranks. Raises ValueError before
+    anything starts; RankError, DeadlockError or MismatchError after.
     """
     from .servers import prewarm
 

@@ -59,7 +59,12 @@ def open_area(comm: Comm, nbytes: int) -> "Area | str":
     fd, proof, trouble = -1, secrets.randbits(62), _unable(comm)
     if comm.rank == 0 and not trouble:
         fd, trouble = _make(size)
-    address = Area.prepare(fd, size, comm.size, proof) if fd >= 0 and not trouble else None
+    address = None
+    if fd >= 0:
+        try:
+            address = Area.prepare(fd, size, comm.size, proof)
+        except (OSError, ValueError) as error:  # no room among this process's addresses
+            trouble = getattr(error, "errno", None) or errno.ENOMEM
     here = _number(_boot(), os.environ.get("GROUP_RANK", ""), _processes())
     rows = _tell_all(comm, [here, os.getpid(), fd, proof, trouble], "all_reduce")
     word = _differ([row[0] for row in rows]) or _trouble([row[4] for row in rows])

@@ -13,9 +13,9 @@ from threading import get_ident
 
 import torch
 
-from .buffers import overlaps, share_memory
+from .buffers import overlaps, reach, share_memory
 from .comm import MAX_TAG, Call, Comm, MismatchError, Request, call_site
-from .diagnose import describe, explain_mismatch
+from .diagnose import describe, explain_mismatch, explain_shared
 from .groups import barrier, split_groups
 from .meter import Meter
 from .trace import PS
@@ -143,6 +143,8 @@ class SimulatedComm(Comm):
         if channel is None:
             src, dst = (me, self._members[peer]) if sending else (self._members[peer], me)
             channel = self._channels[peer, tag, sending] = self._scheduler.channel((src, dst, self._context, tag), src, dst)
+        if self.checks and x.is_cpu and x.__class__ is _TENSOR and peer != self.rank:
+            self._refuse_shared(post, world.receiving[me])
         world.open[me][post] = None
         message = self._scheduler.post(channel, post, sending)
         if message is not None:
@@ -151,6 +153,16 @@ class SimulatedComm(Comm):
                 self._mismatch(message.send, message.receive)
             self._scheduler.matched(message)
         return post
+
+    def _refuse_shared(self, post, receiving):
+        """Raise MismatchError if a receive that is not done yet touches the same bytes: real ranks refuse that too."""
+        x = post.tensor
+        start, end = (x.data_ptr(), x.data_ptr() + x.nbytes) if x.is_contiguous() else reach(x)
+        for other, (first, last) in receiving.items():
+            if start < last and first < end and share_memory(x, other.tensor):
+                raise MismatchError(explain_shared(other.call, post.call), rank=self._me)
+        if not post.sending:
+            receiving[post] = start, end
 
     def _mismatch(self, send, receive):
         raise MismatchError(explain_mismatch(send.call, receive.call), rank=self._me)
@@ -169,6 +181,7 @@ class SimulatedComm(Comm):
             )
         post.finished = True
         self._world.open[me].pop(post, None)
+        self._world.receiving[me].pop(post, None)
         if post.sending:
             if (
                 self.checks
@@ -218,6 +231,7 @@ class SimulatedComm(Comm):
     @contextmanager
     def compute(self, label, *, flops=None, bytes=None, seconds=None, kind="compute", microbatch=None, stage=None):
         world, me = self._world, self._me
+        self._check_cost(label, flops, bytes, seconds)
         stated = not (flops is None and bytes is None and seconds is None)
         if world.lazy_clock is not None:
             world.lazy_clock(me)

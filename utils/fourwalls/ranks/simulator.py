@@ -24,6 +24,7 @@ import torch
 from ..cost.hardware import get_cluster
 from .agreement import Table
 from .arguments import rank_arguments, whole_seed
+from .beside import refuse_forgotten
 from .comm import CommError, DeadlockError, MismatchError, RankError
 from .diagnose import explain_deadlock, explain_failure, explain_unanswered, explain_unwaited, message_of, outside
 from .failures import interrupted
@@ -51,6 +52,8 @@ class _World:
         self.cluster, self.seed, self.checks, self.clock_kind, self.on_message = cluster, seed, checks, clock, on_message
         self.events: list[list[tuple]] = [[] for _ in range(size)]
         self.open: list[dict] = [{} for _ in range(size)]  # posts that nobody has waited for yet
+        self.receiving: list[dict] = [{} for _ in range(size)]  # of these the receives: post -> (first byte, behind the last)
+        self.begun: list[dict] = [{} for _ in range(size)]  # jobs beside the program that it has not waited for (beside.py)
         self.statements = Table()
         self.aside: set[int] = set()  # ranks on their second clock (beside.py): what they wait there is not the program's
         self.counting = clock == "stated" and cluster.device is not None
@@ -133,6 +136,7 @@ def simulate_ranks(
         comm = SimulatedComm(world, rank, everyone, ())
         with Meter(each=lambda f, b, d: world.work(rank, f, b, d)) if clock == "roofline" and cluster.device else nullcontext():
             values[rank] = program(comm, *positional, **named)
+            refuse_forgotten(world.begun[rank], rank)
 
     scheduler, output = world.scheduler, Output(ranks, stream=False, scratch=scratch_folder)
     try:
@@ -174,7 +178,7 @@ def _borrowed_process():
 
 def _failure(scheduler, ranks):
     rank, error = scheduler.errors[0]
-    if isinstance(error, MismatchError):
+    if isinstance(error, MismatchError) or getattr(error, "about", None) == "forgotten":
         return error
     said = {r: f"{type(e).__name__}: {message_of(e)}" for r, e in scheduler.errors}
     wrapped = RankError(explain_failure(rank, ranks, error), rank=rank, kind=type(error).__name__, errors=said)

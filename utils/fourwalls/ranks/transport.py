@@ -20,6 +20,7 @@ import torch
 
 from . import book as lines
 from .agreement import compare_statements, tell_all
+from .beside import refuse_forgotten
 from .buffers import checksum, overlaps, share_memory
 from .comm import MAX_TAG, Call, Comm, CommError, MismatchError, call_site
 from .diagnose import explain_unanswered
@@ -49,6 +50,8 @@ class World:
         self.counts: dict[tuple, int] = {}
         self.to_self: dict[tuple, list] = {}
         self.pending: dict[int, Message] = {}
+        self.begun: dict = {}  # jobs beside the program that it has not waited for yet (beside.py)
+        self.waiters: dict[int, int] = {}  # message -> the thread that waits for it: the backend can be waited for only once
         self.label: str | None = None
         self.next_context = 3  # 1 and 2 belong to the communicator of all ranks
         self.settling = False
@@ -67,12 +70,15 @@ class World:
         self.seed, self.checks, self.start, self.settling = seed, checks, start, False
         self.events, self.label, self.next_context = [], None, 3
         self.to_self.clear()
+        self.begun.clear()
 
     def settle(self) -> list[Call]:
         """The program has returned: see its unwaited messages through, and name them.
 
-        Raises CommError for a message to itself that was never answered; for the others the supervisor does.
+        Raises CommError for a message to itself that was never answered, and for jobs beside the program that it has not waited
+        for; messages that nobody answers are found by the supervisor.
         """
+        refuse_forgotten(self.begun, self.rank)
         open_ = [*self.pending.values()]
         self.settling = True
         lost = [r.message.call() for queue in self.to_self.values() for r in queue]
@@ -249,6 +255,7 @@ class ProcessComm(Comm):
     @contextmanager
     def compute(self, label, *, flops=None, bytes=None, seconds=None, kind="compute", microbatch=None, stage=None):
         world = self._world
+        self._check_cost(label, flops, bytes, seconds)
         outer, world.label = world.label, label
         begin = world.now()
         try:

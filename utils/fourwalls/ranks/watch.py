@@ -2,7 +2,8 @@
 
 A deadlock is a fact about the wait-for graph that can no longer change: every rank in it waits, nobody has answered, and that
 was so at two looks a quarter of a second apart. A straggler is a rank at work while others wait for it; it ends the run only
-after `timeout`, and the reader is told from the fifth second on.
+after `timeout`, and the reader is told from the fifth second on. Time in which not even this process ran (the machine was
+suspended, or too busy) is nobody's fault, and counts for nothing.
 
     deadlock found after at most 2 * 0.25 s + one tick
 
@@ -21,6 +22,7 @@ __all__ = ["Watch"]
 
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 5.0
+ABSENT_SECONDS = 1.0  # between two looks: more means that this process itself did not run
 
 
 class Watch:
@@ -30,12 +32,17 @@ class Watch:
         self.book, self.timeout, self.limit = book, timeout, limit
         self.began = self.looked = self.told = time.monotonic()
         self.before: dict[int, lines.Status] = {}
+        self.absent: list[tuple[int, int]] = []  # (from, to), perf_counter nanoseconds
 
     def look(self, alive: Collection[int], say: Callable[[str], None]) -> Failure | None:
         """A Failure if the run cannot or must not go on, else None. Cheap: it looks only four times a second."""
         now = time.monotonic()
         if now - self.looked < LOOK_SECONDS:
             return None
+        if now - self.looked > ABSENT_SECONDS:
+            clock, lost = time.perf_counter_ns(), now - self.looked - LOOK_SECONDS
+            self.absent.append((clock - int(lost * 1e9), clock))
+            self.began += lost
         self.looked = now
         book = self.book
         status = {r: book.status(r) for r in range(book.ranks)}
@@ -56,19 +63,26 @@ class Watch:
         lost = {r for r, c in waits.items() if status[r].state == lines.SETTLING and r in still}
         if lost and len(over) == book.ranks:
             return Failure.unanswered([c for r in sorted(lost) for c in book.unanswered(r)])
-        return self._late(now, status, real, over, alive, say)
+        return self._late(now, status, waits, over, alive, say)
+
+    def _waited(self, since: int, clock: int) -> float:
+        """Seconds from `since` to `clock` in which ranks could have gone on."""
+        lost = sum(max(0, min(end, clock) - max(begin, since)) for begin, end in self.absent)
+        return (clock - since - lost) / 1e9
 
     def _late(self, now, status, waits, over, alive, say) -> Failure | None:
         clock = time.perf_counter_ns()
-        longest = max(((clock - status[r].since) / 1e9 for r in waits), default=0.0)
+        waited = {r: self._waited(s.since, clock) for r, s in status.items()}
+        longest = max((waited[r] for r in waits), default=0.0)
         if longest > self.timeout:
-            late = {r: c for r, c in waits.items() if (clock - status[r].since) / 1e9 > self.timeout}
+            late = {r: c for r, c in waits.items() if waited[r] > self.timeout}
             names = blamed(late if blamed(late, over) else waits, over)
             if names:
                 return Failure.straggler(sorted(names), self.timeout, len(waits))
-        moving = [r for r, s in status.items() if s.state == lines.WAITING and r not in waits and not s.unsure]
+        at_work = (lines.WAITING, lines.SETTLING)
+        moving = [r for r, s in status.items() if s.state in at_work and r not in waits and not s.unsure]
         for r in moving:
-            if (clock - status[r].since) / 1e9 > self.timeout:
+            if waited[r] > self.timeout:
                 return Failure.stalled(self.book.call(r, status[r].slot), self.timeout)
         if now - self.began > self.limit:
             busy = [r for r in sorted(alive) if status[r].state != lines.DONE]

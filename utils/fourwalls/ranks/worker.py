@@ -196,6 +196,7 @@ def _meet(rank: int, ranks: int, fds: dict[str, int], hello: dict):
     from .transport import World
 
     torch.set_num_threads(hello["threads"])
+    torch.set_default_dtype(getattr(torch, hello["dtype"]))
     book = Book(mmap.mmap(fds["book"], 0), ranks, rank)
     os.close(fds["book"])
     # torch's own collectives give up a little later than the supervisor, which can say more
