@@ -513,3 +513,81 @@ def test_formulas_refuse_what_they_cannot_price():
         row_server_bytes([[1], [-1]], 4)
     assert sparse_exchange([[5]], 4) == [0]  # all at home
     assert sparse_exchange([[1, 2], [0, 3]], 10, id_bytes=4, backward=False) == [8 + 2 * 4, 8 + 2 * 10]
+
+
+def not_a_number(comm, way):
+    batch = whole_batch(0).rows(*parts(comm.size)[comm.rank])
+    if comm.rank == 1:
+        batch.inputs[0, 0] = float("nan")
+    embedding = ShardedEmbedding(comm, CONFIG.rows, CONFIG.width, dtype=torch.float64) if way == "sparse" else None
+    model = ClickModel(CONFIG, embedding=embedding, dtype=torch.float64)
+    table = embedding.shard if embedding is not None else model.embedding.weight.data
+    step = hybrid_step if way == "sparse" else replicated_step
+    return step(comm, model, batch, Adam(model.dense_parameters()), RowAdam(table))
+
+
+@pytest.mark.parametrize("way", ["sparse", "replicated"])
+def test_a_rank_whose_loss_is_nan_is_named(way):
+    with pytest.raises(fw.RankError, match="rank 1: the loss is nan, before any gradient is sent") as caught:
+        fw.simulate(not_a_number, way, ranks=2, cluster=NETWORK)
+    assert caught.value.rank == 1
+
+
+def nan_to_a_server(comm):
+    def batch_of(step, worker):
+        batch = whole_batch(step).rows(*parts(2)[worker])
+        if worker == 1:
+            batch.inputs[0, 0] = float("nan")
+        return batch
+
+    makers = lambda p: Adam(p), lambda table: RowAdam(table)
+    return train_clicks_with_servers(comm, CONFIG, batch_of, *makers, steps=1, dtype=torch.float64)
+
+
+def test_rows_with_nan_reach_no_server():
+    with pytest.raises(fw.RankError, match="rank 2: nan or inf in the gradients of rows, of which none is sent"):
+        fw.simulate(nan_to_a_server, ranks=3, cluster=NETWORK)
+
+
+def odd_ids(comm, ids, rows, rule):
+    """(places, first column of the gradients) after the sum of all rows that are asked for."""
+    table = ShardedEmbedding(comm, rows, 3, rule=rule, dtype=torch.float64)
+    table(ids(comm.rank)).sum().backward()
+    places, grads = table.touched()
+    return table.owners.ids_of(comm.rank)[places].tolist(), grads[:, 0].tolist()
+
+
+@pytest.mark.parametrize("rule", ["modulo", "block"])
+@pytest.mark.parametrize(
+    ("ids", "rows", "ranks"),
+    [
+        (lambda rank: torch.tensor([4, 4, 4, 4]), 10, 2),
+        (lambda rank: torch.arange(6).view(2, 3).t(), 10, 2),
+        (lambda rank: torch.tensor(3), 10, 2),
+        (lambda rank: torch.arange(1, 3)[: 2 * rank], 10, 2),
+        (lambda rank: torch.empty(0, dtype=torch.int64), 10, 2),
+        (lambda rank: torch.tensor([0, 0]), 1, 3),
+        (lambda rank: torch.arange(3), 3, 5),
+    ],
+    ids=["one id", "on its side", "0-d", "one rank empty", "all empty", "one row", "more ranks than rows"],
+)
+def test_odd_ids(ids, rows, ranks, rule):
+    """Each row's gradient is how often all ranks asked for it, and lies with its owner, once."""
+    wanted = torch.bincount(torch.cat([ids(rank).reshape(-1) for rank in range(ranks)]), minlength=rows).tolist()
+    found = {}
+    for places, grads in fw.simulate(odd_ids, ids, rows, rule, ranks=ranks, cluster=NETWORK).values:
+        found |= dict(zip(places, grads, strict=True))
+    assert found == {row: float(count) for row, count in enumerate(wanted) if count}
+
+
+def test_rows_are_stepped_by_gradients_of_their_own():
+    table = RowAdam(torch.zeros(5, 2), lr=0.1)
+    for ids, shape, says in (
+        ([-1], (1, 2), "rows -1 to -1 are stepped; the table has rows 0 to 4"),
+        ([5], (1, 2), "rows 5 to 5"),
+        ([1, 2], (1, 2), r"gradients are \(1, 2\) for 2 rows; they are \(2, 2\)"),
+        ([1, 2], (2, 1), r"they are \(2, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            table.step(torch.tensor(ids), torch.ones(shape))
+    assert not table.weight.any() and table.steps == 0

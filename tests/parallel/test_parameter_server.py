@@ -450,3 +450,31 @@ def test_models_that_cannot_be_served():
     assert sizes_of(make("gpt tied")).keys() & {"head.weight"} == set()
     with pytest.raises(ValueError, match="2 servers are given, and the keys lie on 1"):
         Worker(None, {}, place_keys({"a": 1}, 1), [0, 1])
+
+
+def pushes(comm, fault, mode):
+    """Two workers, of which the second pushes something odd in its second step."""
+
+    def loss_of(model, step, worker):
+        loss, samples = loss_of_rows(model, step, *shares(2)[worker])
+        odd = worker == 1 and step == 1
+        return loss * (float("nan") if odd and fault == "nan" else 1.0), fault if odd and fault != "nan" else samples
+
+    return train_with_servers(comm, lambda: make("mlp"), optimizer, loss_of, steps=3, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["in step", "out of step"])
+def test_a_push_that_is_no_gradient_is_named_before_a_server_sees_it(mode):
+    says = "rank 2, push 1: nan or inf in the gradient of layers.0.weight and of 3 more; no server has seen it"
+    with pytest.raises(fw.RankError, match=says) as caught:
+        fw.simulate(pushes, "nan", mode, ranks=3, cluster=NETWORK)
+    assert caught.value.rank == 2
+    for samples in (-1, 1.5, True):
+        with pytest.raises(fw.RankError, match="rank 2: samples is .*; a whole number of at least 0"):
+            fw.simulate(pushes, samples, mode, ranks=3, cluster=NETWORK)
+
+
+def test_owners_by_hash_are_the_same_in_every_process():
+    """Python's own hash of a name is not: a server that starts again would own other keys."""
+    keys = place_keys({name: 1 for name in ("layers.0.weight", "layers.0.bias", "head", "x")}, 1000, rule="hash")
+    assert [keys.owners(name) for name in keys.pieces] == [(260,), (224,), (861,), (58,)]

@@ -316,3 +316,49 @@ def test_a_version_that_was_damaged_is_not_restored(tmp_path):
     shelf._views[shelf._published()[1]]["a"][1] = 5
     with pytest.raises(ShelfError, match="version 1 on the shelf shelf is not what was written"):
         shelf.restore()
+
+
+def test_a_nan_is_not_published(tmp_path):
+    shelf = Shelf.create(tmp_path / "shelf", {"a": torch.zeros(3), "n": torch.tensor(1)})
+    with pytest.raises(ValueError, match="'a' holds a nan: not written, the shelf stays at version 1"):
+        shelf.publish({"a": torch.tensor([1.0, float("nan"), 2.0]), "n": torch.tensor(2)})
+    assert shelf.ask(lambda tensors: tensors["a"].tolist()) == (1, [0.0, 0.0, 0.0])
+    assert shelf.publish({"a": torch.tensor([float("inf"), -float("inf"), 0.0]), "n": torch.tensor(2)}) == 2  # a mask may be inf
+
+
+def test_shelves_that_are_closed_or_cut_off(tmp_path):
+    shelf = Shelf.create(tmp_path / "shelf", {"a": torch.zeros(3)})
+    whole = (tmp_path / "shelf").read_bytes()
+    shelf.close()
+    with pytest.raises(ShelfError, match="was closed"):
+        shelf.take()
+    for size in (0, 100, 4200):
+        (tmp_path / "cut").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="cut (is not a shelf|has 4200 bytes of 12288)"):
+            Shelf.open(tmp_path / "cut")
+
+
+def test_nobody_opens_a_shelf_before_its_first_version_is_there(tmp_path):
+    path = tmp_path / "shelf"
+
+    class Looks(Shelf):
+        def publish(self, tensors):
+            assert not path.exists(), "whoever waits for the file would find no version in it"
+            return super().publish(tensors)
+
+    assert Looks.create(path, {"a": torch.zeros(3)}).version == 1 and path.exists()
+
+
+def mixed_up(comm, path, case):
+    """The sender's names stand in another order, or one is missing; the shapes are the same."""
+    a, b = torch.zeros(3), torch.ones(3)
+    if comm.rank == 0:
+        send_weights(comm, {"b": b, "a": a} if case == "order" else {"a": a}, 5, 1)
+        return None
+    return receive_weights(comm, Shelf.create(path, {"a": a, "b": b}), 0)
+
+
+@pytest.mark.parametrize("case", ["order", "missing"])
+def test_weights_of_other_names_are_not_taken_for_the_shelfs(tmp_path, case):
+    with pytest.raises(fw.CommError, match="rank 0 sends tensors of other names.* the shelf holds a, b"):
+        fw.simulate(mixed_up, tmp_path / "shelf", case, ranks=2)

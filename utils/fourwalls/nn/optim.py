@@ -18,7 +18,7 @@ import torch
 from ..collectives import all_reduce
 from ..ranks.comm import Comm
 
-__all__ = ["SGD", "Adam", "AdamW", "adam_", "clip_", "global_norm", "sgd_"]
+__all__ = ["SGD", "Adam", "AdamW", "adam_", "check_largest", "clip_", "global_norm", "sgd_"]
 
 
 @torch.no_grad()
@@ -199,11 +199,18 @@ def global_norm(tensors: Iterable[torch.Tensor], *, order: float = 2.0, comm: Co
     return own if order == math.inf else own.sqrt()
 
 
+def check_largest(largest: float) -> None:
+    """ValueError unless it is a number of at least 0; math.inf clips nothing."""
+    if not largest >= 0:
+        raise ValueError(f"largest is {largest!r}; the largest norm is a number of at least 0, or math.inf for no limit")
+
+
 @torch.no_grad()
 def clip_(parameters: Iterable[torch.Tensor], largest: float, *, order: float = 2.0, comm: Comm | None = None) -> torch.Tensor:
     """Scale all gradients together so that their norm is at most `largest`; returns the norm before. order, comm: as
-    `global_norm`. Pascanu et al. 2013.
+    `global_norm`. ValueError unless `largest` is at least 0: a negative one would turn every gradient round. Pascanu et al. 2013.
     """
+    check_largest(largest)
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = global_norm(grads, order=order, comm=comm)
     scale = (largest / (norm + 1e-6)).clamp(max=1.0)

@@ -42,15 +42,21 @@ class RowOptimizer(ABC):
     def step(self, ids: torch.Tensor, grads: torch.Tensor) -> None:
         """One step of the rows `ids` (k,), each at most once, by their gradients (k, w); k may be 0. Other rows stay as they are.
 
-        Raises ValueError where an id is given twice: merge first, or the row would be stepped with one of its gradients.
+        Raises ValueError where an id is given twice: merge first, or the row would be stepped with one of its gradients. Also for
+        a row that is not there (a negative one would count from the end), or gradients of another shape.
         """
+        rows, width = self.weight.shape
+        if tuple(grads.shape) != (ids.numel(), width):
+            raise ValueError(f"gradients are {tuple(grads.shape)} for {ids.numel()} rows; they are ({ids.numel()}, {width})")
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+            raise ValueError(f"rows {int(ids.min())} to {int(ids.max())} are stepped; the table has rows 0 to {rows - 1}")
         if ids.numel() != torch.unique(ids).numel():
             twice = ids[(torch.bincount(ids)[ids] > 1)][0].item()
             raise ValueError(f"row {twice} is given twice in one step; merge_rows(ids, grads) adds up its gradients first")
         self.steps += 1
-        rows = self.weight[ids]
-        self._update(rows, grads.to(rows.dtype), ids)
-        self.weight[ids] = rows
+        touched = self.weight[ids]
+        self._update(touched, grads.to(touched.dtype), ids)
+        self.weight[ids] = touched
 
     @abstractmethod
     def _update(self, rows: torch.Tensor, grads: torch.Tensor, ids: torch.Tensor) -> None:

@@ -61,7 +61,16 @@ class Bucket:
 
     @torch.no_grad()
     def pack(self, divisor: int = 1) -> None:
-        """Put gradient / divisor of each parameter into its place, 0 where there is none; `p.grad` is that place afterwards."""
+        """Put gradient / divisor of each parameter into its place, 0 where there is none; `p.grad` is that place afterwards.
+
+        ValueError for a sparse gradient, by name.
+        """
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of {name} is sparse, and only dense ones are summed: build its Embedding with sparse=False, "
+                    "or let rows travel alone (parallel.embedding)"
+                )
         self.allocate()
         for p, view in zip(self.parameters, self.views, strict=True):
             if p.grad is None:

@@ -10,6 +10,7 @@ if all ranks' losses are means over equally many things (average="ranks"), or if
 Reference: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", VLDB 2020.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from ..ranks.trace import PS
 from .buckets import BUCKET_BYTES, Bucket, plan_buckets
 from .lanes import in_place, make_lane
 from .replicas import check_replicas
+from .wrapped import claim, release
 
 __all__ = ["AVERAGES", "MODES", "DataParallel"]
 
@@ -52,7 +54,9 @@ class DataParallel:
     finite        raise ValueError, which names rank and parameter, before a gradient with nan or inf is sent. None: as
                   comm.checks
 
-    Gradients may not be kept from step to step: `p.grad` is a view of a bucket that the next step fills again.
+    Gradients may not be kept from step to step: `p.grad` is a view of a bucket that the next step fills again. They may be added
+    to (no zero_grad) with average="ranks" alone, and otherwise are refused: what is in `p.grad` is everybody's sum already.
+    After a backward that raised, on every rank: `synchronise(shadow=True)`, zero_grad, and repeat it.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class DataParallel:
             raise ValueError("the model has no parameter to train; requires_grad is False everywhere, or there is none")
         self._trained = {id(p) for b in self.buckets for p in b.parameters}
         self._home = {name: b for b in self.buckets for name in b.names}
+        self._known = {id(p) for p in model.parameters()}
+        claim(model, self, alone=mode == "overlapped")
         native = all_reduce == "native"
         if native and comm.size != comm.native.get_world_size():
             whole = comm.native.get_world_size()
@@ -92,6 +98,7 @@ class DataParallel:
             all_reduce = get_algorithm("all_reduce", all_reduce)
         self._reduce = None if native else in_place(all_reduce)
         self._sync, self._hooks, self._steps = True, [], 0
+        self._left: set[str] = set()  # parameters whose p.grad is still what the last synchronise() left there
         self.all_reduces = self.bytes_reduced = 0  # calls since the start, and the bytes of the tensors that they summed
         self.jobs: list = []  # of the last synchronise(): label, given, begin, end (picoseconds of comm.clock())
         self.exposed = 0.0  # seconds that the last synchronise() took
@@ -103,7 +110,9 @@ class DataParallel:
             check_replicas(comm, state, when="before the first step", cure=cure)
         self._lane = make_lane(comm, native=native, beside=mode == "overlapped")
         if mode == "overlapped":
-            self._watch_backward()
+            self._watch("register_post_accumulate_grad_hook", "_arrived")
+        if average != "ranks" and comm.size > 1:
+            self._watch("register_hook", "_arrives")
 
     # --- the training step ------------------------------------------------------------------------------------------
     def __call__(self, *args, **kwargs):
@@ -137,6 +146,7 @@ class DataParallel:
         unused="zeros", and the buffers.
         """
         began = self.comm.clock()
+        tokens = tokens if tokens is None else self._whole(tokens)
         if (tokens is not None) != (self.average == "tokens"):
             wants = "needs synchronise(tokens=...), what its losses are summed over" if tokens is None else "takes no tokens"
             raise ValueError(f"average={self.average!r} {wants}")
@@ -167,6 +177,7 @@ class DataParallel:
         self._share_buffers()
         for bucket in self.buckets:
             bucket.reset()
+        self._left = set(self._home)
         self._steps += 1
         self.exposed = (self.comm.clock() - began) / PS
         return divisor
@@ -190,27 +201,40 @@ class DataParallel:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.module.__dict__.pop("_overlapped", None)
+        release(self.module, self)
 
     # --- inside -----------------------------------------------------------------------------------------------------
-    def _watch_backward(self):
-        other = getattr(self.module, "_overlapped", lambda: None)()
-        if other is not None and other._hooks:
-            raise ValueError("this model is wrapped by an overlapped DataParallel already; close() that one first")
+    def _watch(self, register, method):
+        """Call the method with a parameter's name at each parameter's hook `register`, for as long as this object lives."""
         myself = weakref.ref(self)
-        self.module.__dict__["_overlapped"] = myself
 
         def watch(name):
-            def arrived(_):
+            def hook(_):
                 dp = myself()
                 if dp is not None:
-                    dp._arrived(name)
+                    getattr(dp, method)(name)
 
-            return arrived
+            return hook
 
         for bucket in self.buckets:
             for name, p in zip(bucket.names, bucket.parameters, strict=True):
-                self._hooks.append(p.register_post_accumulate_grad_hook(watch(name)))
+                self._hooks.append(getattr(p, register)(watch(name)))
+
+    def _arrives(self, name):
+        """A gradient is about to be added to p.grad."""
+        if name in self._left:
+            self._left.discard(name)
+            self._check_cleared(name)
+
+    def _check_cleared(self, name):
+        bucket = self._home[name]
+        place = bucket.names.index(name)
+        grad = bucket.parameters[place].grad
+        if grad is not None and grad is bucket.views[place] and bool(grad.any()):
+            raise RuntimeError(
+                f"rank {self.comm.rank}, step {self._steps}: {name} still has the gradient of the last step, the sum of all "
+                "ranks; summed again it would count once for each. zero_grad() comes between synchronise() and backward"
+            )
 
     def _arrived(self, name):
         """A gradient is complete for this backward (a tied parameter's once, with all its uses in it)."""
@@ -245,21 +269,38 @@ class DataParallel:
         self._lane.start(label, x, self._reduce, index)
 
     def _check_arrived(self, shadow):
-        new = [n for n, p in self.module.named_parameters() if p.requires_grad and id(p) not in self._trained]
-        if new:
-            raise ValueError(f"{new[0]} was frozen when DataParallel was made and is not now; make a new DataParallel")
+        for n, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in self._trained:
+                was = "was frozen when" if id(p) in self._known else "has come after"
+                now = " and is not now" if id(p) in self._known else ""
+                raise ValueError(f"{n} {was} DataParallel was made{now}; make a new DataParallel")
         missing = [n for b in self.buckets for n, p in zip(b.names, b.parameters, strict=True) if p.grad is None]
         if shadow:
             return
+        if self.average != "ranks" and self.comm.size > 1:
+            for name in sorted(self._left):
+                self._check_cleared(name)
         who = f"rank {self.comm.rank}, step {self._steps}"
         if len(missing) == len(self._home):
             raise ValueError(f"{who}: synchronise() without a backward; a rank that has no batch calls synchronise(shadow=True)")
         if missing and self.unused == "refuse":
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            bucket = self._home[missing[0]]
+            if not bucket.parameters[bucket.names.index(missing[0])].requires_grad:
+                raise ValueError(f"{who}: {missing[0]} was trained when DataParallel was made and is frozen now; make a new one")
             raise ValueError(
                 f"{who}: no gradient for {missing[0]}{more}: the loss does not depend on it. Freeze it (requires_grad_(False)), "
                 "or give unused='zeros'"
             )
+
+    def _whole(self, tokens):
+        try:
+            number = -1 if isinstance(tokens, bool) else operator.index(tokens)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise ValueError(f"rank {self.comm.rank}: tokens is {tokens!r}; a whole number of at least 0")
+        return number
 
     @torch.no_grad()
     def _share_buffers(self):
@@ -269,7 +310,8 @@ class DataParallel:
         elif self.buffers == "average":
             for x in state:
                 if x.is_floating_point():
-                    x.copy_(self._sum_now(x.detach().clone()) / self.comm.size)
+                    own = x.detach().clone(memory_format=torch.contiguous_format)
+                    x.copy_(self._sum_now(own) / self.comm.size)
 
     def _sum_now(self, x):
         self._give("buffer", x.view(-1))

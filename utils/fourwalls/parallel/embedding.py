@@ -172,9 +172,13 @@ def replicated_step(
 
 
 def _backward(comm, model, batch, all_reduce) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples of all ranks, and this rank's share of the mean loss, after its backward."""
+    """Samples of all ranks, and this rank's share of the mean loss, after its backward. ValueError (comm.checks) for a loss that
+    is nan or inf, which names the rank, before its gradients travel.
+    """
     samples = _sum(comm, torch.tensor(float(len(batch)), dtype=torch.float64), all_reduce)
     loss = model.loss(batch, samples=int(samples))
+    if comm.checks and not bool(torch.isfinite(loss)):
+        raise ValueError(f"rank {comm.rank}: the loss is {loss.item()}, before any gradient is sent: look at this rank's batch")
     loss.backward()
     return samples, loss.detach().double()
 

@@ -174,9 +174,17 @@ class Worker:
     def push(self, samples: int = 1) -> None:
         """Send the gradients, the mean over `samples`, and wait for the next weights. S bytes and headers each way.
 
-        A parameter without a gradient sends zeros.
+        A parameter without a gradient sends zeros. Raises ValueError before anything is sent for samples that are no number of
+        samples, and (comm.checks) for a gradient with nan or inf: it names the worker's rank and the key.
         """
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
+            raise ValueError(f"rank {self.comm.rank}: samples is {samples!r}; a whole number of at least 0")
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.tensors.items()}
+        bad = [name for name, g in grads.items() if not bool(torch.isfinite(g).all())] if self.comm.checks else []
+        if bad:
+            more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
+            where = f"rank {self.comm.rank}, push {self.clock}: nan or inf in the gradient of {bad[0]}{more}"
+            raise ValueError(f"{where}; no server has seen it: look at this worker's batch and loss")
         self._ask(PUSH, [self.keys.pack(j, grads) for j in range(self.keys.servers)], samples)
         self.clock += 1
 

@@ -85,7 +85,9 @@ class ServedEmbedding(nn.Module):
         return torch.cat([part.wait() for part in parts])
 
     def give_back(self, request: Request, grads: torch.Tensor) -> None:
-        """Send each server the gradients of its rows."""
+        """Send each server the gradients of its rows. ValueError (comm.checks), naming the rank, for a nan or inf in them."""
+        if self.comm.checks and not bool(torch.isfinite(grads).all()):
+            raise ValueError(f"rank {self.comm.rank}: nan or inf in the gradients of rows, of which none is sent: see its batch")
         pieces = zip(self.servers, grads.contiguous().split(request.counts), strict=True)
         for message in [self.comm.isend(piece, server, GRADS) for server, piece in pieces]:
             message.wait()

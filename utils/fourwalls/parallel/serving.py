@@ -11,6 +11,7 @@ Reference: Lamport, "Concurrent Reading and Writing", CACM 20 (1977); Boehm, "Ca
 Memory Models?", MSPC 2012. Monolith (arXiv:2209.07663) for weights that go from training to serving every few minutes.
 """
 
+import hashlib
 import json
 import mmap
 import os
@@ -49,7 +50,8 @@ class Shelf:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         with open(self.path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+            size = os.fstat(file.fileno()).st_size
+            self._memory = mmap.mmap(file.fileno(), 0) if size >= HEAD else b""
         if self._memory[:8] != MAGIC:
             raise ValueError(f"{self.path.name} is not a shelf of weights; make one with Shelf.create(path, tensors)")
         length = self._number(8)
@@ -58,6 +60,8 @@ class Shelf:
         self.nbytes = table["nbytes"]
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         stride = -(-self.nbytes // PAGE) * PAGE
+        if size < HEAD + 2 * stride:
+            raise ValueError(f"{self.path.name} has {size} bytes of {HEAD + 2 * stride}: it was cut off; make it anew")
         self._head = whole[:HEAD].view(torch.int64)
         self._bodies = [whole[HEAD + k * stride : HEAD + k * stride + self.nbytes] for k in range(2)]
         self._views = [self._view(body) for body in self._bodies]
@@ -104,9 +108,13 @@ class Shelf:
     def publish(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Write the next version and turn to it; returns its number. Only one process may write at a time.
 
-        ValueError where names, shapes or dtypes are not the shelf's: nothing is written then.
+        ValueError where names, shapes or dtypes are not the shelf's, or a tensor holds a nan, which would answer every request
+        from then on: nothing is written then.
         """
         self._same(tensors)
+        for name, x in tensors.items():
+            if bool(torch.isnan(x.detach().sum())) and bool(torch.isnan(x).any()):  # one pass, and nearly always the end of it
+                raise ValueError(f"{name!r} holds a nan: not written, the shelf stays at version {self.version}")
         version, place = self.version + 1, self._free_place()
         self._open_place(place)
         self._fill(place, tensors)
@@ -177,8 +185,8 @@ class Shelf:
         return version, {name: x.clone() for name, x in self._views[place].items()}
 
     def close(self) -> None:
-        """Forget the memory; the file stays until it is removed."""
-        self._head = self._bodies = self._views = None
+        """Forget the memory; the file stays until it is removed. What is asked afterwards raises ShelfError."""
+        self._memory = self._head = self._bodies = self._views = None
 
     def _published(self) -> tuple[int, int]:
         return divmod(self._number(PUBLISHED), 2)
@@ -189,6 +197,8 @@ class Shelf:
         return self._number(PLACES + 16 * place) == version
 
     def _number(self, where: int) -> int:
+        if self._memory is None:
+            raise ShelfError(f"the shelf {self.path.name} was closed; Shelf.open(path) joins it again")
         return int.from_bytes(self._memory[where : where + CELL], "little")
 
     def _checksum(self, place: int) -> int:
@@ -211,18 +221,27 @@ class Shelf:
 
 
 def send_weights(comm: Comm, tensors: Mapping[str, torch.Tensor], version: int, to: int) -> None:
-    """Push one version to the serving server, rank `to`: a header of 16 bytes and one message for each tensor. Pair of
-    `receive_weights`.
+    """Push one version to the serving server, rank `to`: a header of 16 bytes (version, and a digest of names, shapes and dtypes)
+    and one message for each tensor. Pair of `receive_weights`.
     """
-    requests = [comm.isend(torch.tensor([version, len(tensors)], device=comm.device), to, 7)]
+    form = _form({name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()})
+    requests = [comm.isend(torch.tensor([version, form], device=comm.device), to, 7)]
     requests += [comm.isend(x.detach().contiguous(), to, 8) for x in tensors.values()]
     for request in requests:
         request.wait()
 
 
 def receive_weights(comm: Comm, shelf: Shelf, frm: int) -> int:
-    """Receive a version from rank `frm` aside, and publish it once all of it is here. Returns the sender's number of it."""
+    """Receive a version from rank `frm` aside, and publish it once all of it is here. Returns the sender's number of it.
+
+    ValueError where the sender's tensors are not the shelf's, in names, order, shapes and dtypes: nothing is written then.
+    """
     head = comm.recv(torch.empty(2, dtype=torch.int64, device=comm.device), frm, 7)
+    if int(head[1]) != _form({name: (dtype, shape) for name, (dtype, shape, _) in shelf.layout.items()}):
+        raise ValueError(
+            f"rank {frm} sends tensors of other names, shapes or dtypes than the shelf's, or in another order; the shelf holds "
+            f"{', '.join(list(shelf.layout)[:3])}{' ...' if len(shelf.layout) > 3 else ''}"
+        )
     aside = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
         for name, (dtype, shape, _) in shelf.layout.items()
@@ -231,6 +250,11 @@ def receive_weights(comm: Comm, shelf: Shelf, frm: int) -> int:
         request.wait()
     shelf.publish(aside)
     return int(head[0])
+
+
+def _form(kinds: Mapping[str, tuple]) -> int:
+    """63 bits that depend on names, dtypes, shapes and their order."""
+    return int.from_bytes(hashlib.blake2b(repr(list(kinds.items())).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _fence() -> None:

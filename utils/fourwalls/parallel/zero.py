@@ -83,6 +83,10 @@ class Zero1(Sharded):
     def _note(self, _):
         self._new = True
 
+    def _give_up(self):
+        self._new = False
+        super()._give_up()
+
     def reduce(self):
         if not self._new:
             return
@@ -142,8 +146,13 @@ class Zero2(Zero1):
         while self._flying:
             self._land()
 
+    def _give_up(self):
+        self._running = False
+        super()._give_up()
+
     def reduce(self):
         """Nothing is left to do: backward has done it."""
+        self._check_over(self._running)
 
 
 STAGES = {1: Zero1, 2: Zero2, 3: Zero3}

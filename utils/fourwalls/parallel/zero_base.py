@@ -12,14 +12,15 @@ Reference: Rajbhandari et al. 2020 (arXiv:1910.02054), sections 5 and 7.
 import inspect
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from ..collectives import ring
-from ..nn.optim import AdamW, global_norm
+from ..nn.optim import AdamW, check_largest, global_norm
 from ..ranks.comm import Comm
 from .replicas import check_replicas
+from .wrapped import claim, release
 from .zero_lane import Lane
 from .zero_shards import Flat
 
@@ -68,17 +69,18 @@ class Sharded(ABC):
         self._takes_out = "out" in inspect.signature(all_gather).parameters
         named = list(model.named_parameters())  # a tied parameter once
         self._check_parameters(named)
+        claim(model, self, alone=True)
         groups = _complete_groups(named, groups)
         if check_start and comm.size > 1:
             cure = "Build the model from one seed on every rank, or broadcast rank 0's first."
             check_replicas(comm, [*named, *model.named_buffers()], when="before the first step", cure=cure)
+        self._frozen = {name for name, p in named if not p.requires_grad}
         self._flats = self._lay_out(named)
         self._trained = [flat for flat in self._flats if flat.trained]
         self._lane = Lane(comm, overlap=overlap)
         self._flying: deque = deque()  # (flat, ticket) of sums under way
         self._hooks: list = []
         self.optimizer = optimizer([self._pieces_of(group) for group in groups], **options)
-        model.__dict__["_sharded"] = self
 
     # --- what a stage says -----------------------------------------------------------------------------------------
     @abstractmethod
@@ -95,6 +97,7 @@ class Sharded(ABC):
     # --- the training step -----------------------------------------------------------------------------------------
     def step(self) -> None:
         """Finish the sums, step the shards, and (stages 1, 2) gather the new parameters. Every rank must call it."""
+        self._check_known()
         self.reduce()
         if all(flat.grad is None for flat in self._trained):
             raise ValueError(f"rank {self.comm.rank}: step() without a backward: no parameter has a gradient")
@@ -104,7 +107,10 @@ class Sharded(ABC):
         self._publish()
 
     def zero_grad(self) -> None:
-        """Forget the gradients; until then, further backwards add to them."""
+        """Forget the gradients; until then, further backwards add to them. Also what comes after a backward that raised, on every
+        rank: then it can be repeated.
+        """
+        self._give_up()
         for flat in self._flats:
             flat.forget()
 
@@ -120,12 +126,21 @@ class Sharded(ABC):
     @torch.no_grad()
     def clip_(self, largest: float, *, order: float = 2.0) -> torch.Tensor:
         """Scale all gradients together so that their norm is at most `largest`; returns the norm before. As `nn.optim.clip_`."""
+        check_largest(largest)
         norm = self.norm(order)
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
         for flat in self._trained:
             if flat.grad is not None:
                 flat.grad.mul_(scale.to(flat.grad.dtype))
         return norm
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, the part of its mean gradient that this rank's chunks hold): views, to be measured or scaled before `step`."""
+        self.reduce()
+        for flat in self._trained:
+            if flat.grad is not None:
+                for piece in flat.pieces:
+                    yield flat.names[piece.index], flat.grad[piece.begin : piece.end]
 
     # --- for those who look ----------------------------------------------------------------------------------------
     @property
@@ -168,7 +183,12 @@ class Sharded(ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.model.__dict__.pop("_sharded", None)
+        release(self.model, self)
+
+    def _give_up(self) -> None:
+        """Forget that a backward is under way: it has raised, or its gradients are not wanted."""
+        while self._flying:
+            self._land()
 
     # --- inside ----------------------------------------------------------------------------------------------------
     def _launch(self, flat: Flat) -> None:
@@ -193,8 +213,6 @@ class Sharded(ABC):
             flat.whole.copy_(got)
 
     def _check_parameters(self, named):
-        if "_sharded" in self.model.__dict__:
-            raise ValueError(f"this model is wrapped by {type(self.model._sharded).__name__} already; close() that one first")
         if not any(p.requires_grad for _, p in named):
             raise ValueError("no parameter of the model is trained (requires_grad); there is nothing to shard a state of")
         for name, p in named:
@@ -204,6 +222,20 @@ class Sharded(ABC):
                 )
             if p.device != self.comm.device:
                 raise ValueError(f"{name} is on {p.device}, this rank's device is {self.comm.device}; try model.to(comm.device)")
+
+    def _check_over(self, running):
+        if running:
+            raise RuntimeError(
+                f"rank {self.comm.rank}: the last backward did not come to its end, so its gradients are not all there: "
+                "zero_grad(), on every rank, and repeat it"
+            )
+
+    def _check_known(self):
+        trained = {id(p) for flat in self._trained for p in flat.params}
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and id(p) not in trained:
+                was = "was frozen when" if name in self._frozen else "has come after"
+                raise ValueError(f"{name} {was} {type(self).__name__} was made; it would never be stepped: make a new one")
 
     def _pieces_of(self, group: dict) -> dict:
         wanted = {id(p) for p in group["params"]}
@@ -215,6 +247,11 @@ def _complete_groups(named: list, groups: Iterable[dict] | None) -> list[dict]:
     """The groups with lists of parameters. ValueError unless every trained parameter is in exactly one of them."""
     if groups is None:
         return [{"params": [p for _, p in named]}]
+    groups = list(groups)
+    odd = [g for g in groups if not isinstance(g, dict) or "params" not in g]
+    if odd:
+        what = f"a group with {sorted(odd[0])}" if isinstance(odd[0], dict) else type(odd[0]).__name__
+        raise ValueError(f"groups holds {what}; allowed: [{{'params': [...], 'lr': ...}}, ...], or None for one group of all")
     groups = [{**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"])} for g in groups]
     often: dict[int, int] = {}
     for p in (p for group in groups for p in group["params"]):

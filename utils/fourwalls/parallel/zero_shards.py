@@ -55,6 +55,7 @@ class Flat:
             low, high = max(start, begin), min(stop, end)
             if low < high:
                 self.pieces.append(Piece(k, low - begin, high - begin, self.shard[low - begin : high - begin]))
+        self.begin = begin
         self.show() if keep_whole else self.shrink()
 
     @property
@@ -77,6 +78,11 @@ class Flat:
         """Take the memory of `whole` again; what is in it is not defined."""
         self.whole.untyped_storage().resize_(self.bytes)
         return self.whole[:]  # an operation on it: a Ledger looks at the new size
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """This rank's chunk of what is in `whole` now becomes its shard: somebody may have written to the parameters."""
+        self.shard.copy_(self.whole[self.begin : self.begin + len(self.shard)])
 
     def shrink(self) -> None:
         """Give the memory of `whole` back. What autograd has saved of it stays, and is right again after the next gather.

@@ -4,7 +4,11 @@ A unit (a transformer block, say) is gathered just before its forward, and its m
 backward it is gathered again, and as soon as its gradients are complete they are summed into shards and given back too. While
 one unit computes, the next one is already on its way.
 
-    parameters and gradients at any time  <=  shards + 2 gathered units        sent in a step = 3 Psi (n-1)/n elements
+    parameters and gradients at any time  <=  shards + 4 units        sent in a step = 3 Psi (n-1)/n elements
+
+Four by default: the parameters of two (in use, and on their way here), the gradients of two (being made, and on their way out).
+At the end of its backward a unit's parameters and its gradients are both there, which makes two; so what travels meanwhile comes
+on top, and only prefetch=False with overlap=False, where nothing travels meanwhile, keeps to shards + 2 units.
 
 Reference: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7.2.2; Zhao et al. 2023 (arXiv:2304.11277) for units, prefetching.
 """
@@ -13,9 +17,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
+from .wrapped import Hook
 from .zero_base import Sharded
 from .zero_shards import Flat, cut_parameters
+
+COPY = (
+    "a copy of this model would hold no parameters, since ZeRO's stage 3 has cut them into shards, and its hooks would belong to "
+    "the original; take full_parameters(), and load them into a model that is built anew"
+)
+STATE = (
+    "stage 3 has cut the parameters into shards, so a state_dict would be empty; take full_parameters(), or state_dict() inside "
+    "`with zero.gathered():`"
+)
 
 __all__ = ["Unit", "Zero3", "default_units"]
 
@@ -34,6 +49,8 @@ class Unit:
         self.name, self.module, self.flats, self.state, self.tickets = name, module, flats, "free", []
         self.owed = {id(p) for flat in flats if flat.trained for p in flat.params}
         self.waiting: set[int] | None = None  # None: its backward is not under way
+        self.visits: list[Visit] = []  # those that backward has reached
+        self.visit = Visit()  # the last forward's
 
     @property
     def bytes(self) -> int:
@@ -41,13 +58,23 @@ class Unit:
         return sum(flat.bytes for flat in self.flats)
 
 
+class Visit:
+    """One forward of a unit. inputs: how many of its tensors backward will bring a gradient for; left: those still to come."""
+
+    __slots__ = ("inputs", "left")
+
+    def __init__(self):
+        self.inputs = self.left = 0
+
+
 class Zero3(Sharded):
     """Stage 3. units: modules in the order of their use (default: the blocks of the model). What is in none of them, or in
     several (tied), belongs to the model as a whole: it is here from the begin of the model's forward to its end, and so in
     backward.
 
-    prefetch: gather the next unit while this one computes. Outside of forward and backward every parameter has shape (0,);
-    `full_parameters()` and `with zero.gathered():` give them. Every rank must run the same units in the same order.
+    prefetch: gather the next unit while this one computes. Outside of forward and backward every parameter has shape (0,), and a
+    state_dict or a copy of the model is refused; `full_parameters()` and `with zero.gathered():` give them, `close()` gives them
+    back. Every rank must run the same units in the same order.
     """
 
     stage = 3
@@ -56,12 +83,21 @@ class Zero3(Sharded):
         self.prefetch = prefetch
         self._modules = default_units(model) if units is None else list(units)
         self._running = False
+        self._held = 0  # how many `with gathered()` are open
         super().__init__(model, comm, **options)
+        for module in model.modules():
+            self._hang(module.register_state_dict_pre_hook, self._before_state_dict)
+            self._hang(module.register_state_dict_post_hook, self._after_state_dict)
         for unit in self.units:
-            self._hooks.append(unit.module.register_forward_pre_hook(lambda _, args, unit=unit: self._before_forward(unit, args)))
-            self._hooks.append(unit.module.register_forward_hook(lambda _, args, out, unit=unit: self._after_forward(unit, out)))
+            before = lambda _, args, kwargs, unit=unit: self._before_forward(unit, args, kwargs)  # noqa: E731
+            after = lambda _, args, out, unit=unit: self._after_forward(unit, out)  # noqa: E731
+            self._hang(unit.module.register_forward_pre_hook, before, with_kwargs=True)
+            self._hang(unit.module.register_forward_hook, after)
             for p in (p for flat in unit.flats if flat.trained for p in flat.params):
                 self._hooks.append(p.register_post_accumulate_grad_hook(lambda p, unit=unit: self._arrived(unit, id(p))))
+
+    def _hang(self, register, function, **options):
+        self._hooks.append(register(Hook(function, COPY), **options))
 
     def _lay_out(self, named):
         names = {id(m): name for name, m in self.model.named_modules()}
@@ -104,6 +140,8 @@ class Zero3(Sharded):
             unit.state = "here"
 
     def _free(self, unit: Unit) -> None:
+        if self._held:
+            return
         if unit.state == "coming":
             for ticket in unit.tickets:
                 self._lane.wait(ticket)
@@ -120,63 +158,150 @@ class Zero3(Sharded):
 
     @contextmanager
     def gathered(self) -> Iterator[torch.nn.Module]:
-        """`with zero.gathered() as model:` all parameters are whole, to read. Every rank must enter."""
+        """`with zero.gathered() as model:` all parameters are whole, and stay so in a forward. Every rank must enter.
+
+        To read, or to write (`load_state_dict`): each rank keeps its part of what is there at the end, so write the same on all.
+        """
         for unit in self.units:
             self._gather(unit)
+        self._held += 1
         try:
             yield self.model
         finally:
-            for unit in self.units:
+            self._held -= 1
+            for unit in self.units if not self._held else ():
+                for flat in unit.flats:
+                    flat.keep()
                 self._free(unit)
 
+    def close(self) -> None:
+        """Take the hooks off the model and give it whole parameters back. Every rank must call it."""
+        with self.gathered():
+            whole = {p: p.detach().clone() for unit in self.units for flat in unit.flats for p in flat.params}
+        super().close()
+        for p, values in whole.items():
+            p.data = values
+
+    def _before_state_dict(self, module, prefix, keep_vars):
+        if not self._held and any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(STATE)
+
+    def _after_state_dict(self, module, state, prefix, local):
+        """What is taken inside `gathered` must outlive it."""
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = state[prefix + name].clone()
+
+    def _publish(self) -> None:
+        """After a step nothing that was gathered before it is true any more: a forward that raised has left it there."""
+        if self._held:
+            raise ValueError("step() inside `with gathered():`, whose end would undo it; step after the block")
+        for unit in self.units:
+            self._free(unit)
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        self._running = False
+        for unit in self.units:
+            unit.waiting, unit.visits = None, []
+            self._free(unit)
+
     # --- forward ---------------------------------------------------------------------------------------------------
-    def _before_forward(self, unit, args):
+    def _before_forward(self, unit, args, kwargs):
+        self._check_frozen(unit)
         self._gather(unit)
-        self._ahead(unit, 1)
-        if not unit.owed and torch.is_grad_enabled():  # frozen: no gradient of its own tells when its backward is over
-            for x in args:
-                if isinstance(x, torch.Tensor) and x.requires_grad:
-                    x.register_hook(lambda _: self._free(unit))
+        if unit.waiting is not None:  # recomputed in its own backward (a checkpoint around it): that one minds it
+            return None
+        if not self._running:
+            self._ahead(unit, 1)
+        unit.visit = Visit()
+        return self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None
+
+    def _watch_inputs(self, unit, args, kwargs):
+        """The unit's backward is over when its inputs have their gradients too: its own may be there before, while weights that
+        are frozen or detached are still needed. Each input is seen through a view, whose gradient is this forward's alone.
+        """
+        visit = unit.visit
+
+        def came(_):
+            visit.left -= 1
+            self._settle(unit)
+
+        def through(x):
+            if not (isinstance(x, torch.Tensor) and x.requires_grad):
+                return x
+            visit.inputs += 1
+            x = x.view_as(x)
+            x.register_hook(came)
+            return x
+
+        return tree_map(through, (args, kwargs))
 
     def _after_forward(self, unit, out):
+        if unit.waiting is not None:
+            return
         self._free(unit)
         if torch.is_grad_enabled():
-            for x in torch.utils._pytree.tree_leaves(out):
+            leaves = tree_leaves(out)
+            for x in leaves:
                 if isinstance(x, torch.Tensor) and x.requires_grad:
-                    x.register_hook(lambda _: self._before_backward(unit))
+                    x.register_hook(lambda _, visit=unit.visit: self._before_backward(unit, visit))
+            strange = [x for x in leaves if not (x is None or isinstance(x, (torch.Tensor, bool, int, float, complex, str)))]
+            if strange and unit.owed:
+                raise ValueError(
+                    f"{unit.name} returns a {type(strange[0]).__name__}, and the tensors in it cannot be seen, so its parameters "
+                    "would not be here in backward; a unit returns tensors, alone or in tuples, lists and dicts"
+                )
+
+    def _check_frozen(self, unit):
+        for flat in unit.flats:
+            if not flat.trained:
+                for name, p in zip(flat.names, flat.params, strict=True):
+                    if p.requires_grad:
+                        raise ValueError(f"{name} was frozen when Zero3 was made; it would never be stepped: make a new one")
 
     # --- backward --------------------------------------------------------------------------------------------------
-    def _before_backward(self, unit):
+    def _before_backward(self, unit, visit=None):
+        if torch.is_grad_enabled():
+            raise ValueError("create_graph=True: gradients of gradients need parameters that stage 3 has given back; use stage 2")
         if not self._running:
             self._running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if unit.waiting is None:
-            unit.waiting = set(unit.owed)
+            unit.waiting, unit.visits = set(unit.owed), []
             self._gather(unit)
             self._ahead(unit, len(self.units) - 1 if unit is self._root else -1)
+        if visit is not None and visit not in unit.visits:
+            visit.left = visit.inputs
+            unit.visits.append(visit)
 
     def _arrived(self, unit, which):
+        if unit.waiting is None:  # used outside of its forward, inside `gathered`
+            self._before_backward(unit)
         unit.waiting.discard(which)
-        if not unit.waiting:
+        self._settle(unit)
+
+    def _settle(self, unit):
+        if unit.waiting is not None and not unit.waiting and all(visit.left <= 0 for visit in unit.visits):
             self._after_backward(unit)
 
     def _after_backward(self, unit):
         """All of its gradients are there: give the parameters back, then sum the gradients into the shards."""
         self._free(unit)
-        while self._flying:
-            self._land()
-        for flat in unit.flats:
-            if flat.trained:
-                self._launch(flat)
-        unit.waiting = None
+        if unit.owed:
+            while self._flying:
+                self._land()
+            for flat in unit.flats:
+                if flat.trained:
+                    self._launch(flat)
+        unit.waiting, unit.visits = None, []
 
     def _finish(self):
-        """Backward is over. A unit with a parameter that had no gradient is still here."""
+        """Backward is over. A unit with a parameter or an input that had no gradient is still here."""
         self._running = False
         for unit in reversed(self.units):
             if unit.waiting is not None:
-                self._after_backward(unit) if unit.owed else self._free(unit)
-                unit.waiting = None
+                self._after_backward(unit)
         while self._flying:
             self._land()
         for unit in self.units:
@@ -184,3 +309,4 @@ class Zero3(Sharded):
 
     def reduce(self):
         """Nothing is left to do: backward has done it."""
+        self._check_over(self._running)
