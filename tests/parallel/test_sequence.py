@@ -47,6 +47,14 @@ def on_ranks(comm, config, keep, frozen, with_input):
 def test_a_block_equals_the_whole_one(t, keep, frozen, with_input):
     """Also with frozen parameters, and with an input that asks for no gradient."""
     config = dataclasses.replace(CONFIG, bias=t != 4)
+    want = one_device(config, frozen, with_input)
+    runs = fw.simulate(on_ranks, config, keep, frozen, with_input, ranks=t, cluster=NETWORK).values
+    assert explain_ranks(runs) == []
+    assert explain(runs[0], want, t=t, bound=bounds(want)) == []
+
+
+def one_device(config, frozen=("none",), with_input=True):
+    """The oracle: output, every gradient, and the input's."""
     whole = Block(config, **F64)
     whole.load_state_dict(state_of(config))
     for name, p in whole.named_parameters():
@@ -57,11 +65,25 @@ def test_a_block_equals_the_whole_one(t, keep, frozen, with_input):
     want = {"output": y.detach()} | {n: p.grad for n, p in whole.named_parameters()}
     if with_input:
         want["input gradient"] = x.grad
-    runs = fw.simulate(on_ranks, config, keep, frozen, with_input, ranks=t, cluster=NETWORK).values
+    return want
+
+
+def bounds(want):
     eps = torch.finfo(torch.float64).eps
-    bound = {n: 0.0 if w is None else 8 * eps * 200 * max(float(w.abs().max()), 1e-2) for n, w in want.items()}
-    assert explain_ranks(runs) == []
-    assert explain(runs[0], want, t=t, bound=bound) == []
+    return {n: 0.0 if w is None else 8 * eps * 200 * max(float(w.abs().max()), 1e-2) for n, w in want.items()}
+
+
+def test_the_kept_input_on_real_ranks():
+    """Output, every gradient and the input's on 2 real ranks: one device's within the bound, the simulator's to the bit."""
+    want = one_device(CONFIG)
+    run = fw.run(on_ranks, CONFIG, True, ("none",), True, ranks=2, stream=False)
+    assert explain_ranks(run.values) == []
+    assert explain(run.values[0], want, t=2, bound=bounds(want)) == []
+    modelled = fw.simulate(on_ranks, CONFIG, True, ("none",), True, ranks=2, cluster=NETWORK).values[0]
+    assert set(modelled) == set(want) and all(torch.equal(run.values[0][n], modelled[n]) for n in want)
+    off = {n: v.clone() for n, v in run.values[0].items()}
+    off["input gradient"].view(-1)[-1] += 10 * bounds(want)["input gradient"]
+    assert explain(off, want, t=2, bound=bounds(want)), "ten times the bound is seen"
 
 
 def test_both_forms_give_the_same_numbers():

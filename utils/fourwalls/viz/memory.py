@@ -25,6 +25,8 @@ CATEGORY_STYLE = {
     "inputs": (style.OKABE_ITO["green"], "..", "I"),
     "temporary": (style.OKABE_ITO["yellow"], "\\\\", "T"),
     "buffers": ("#B8B8B8", "++", "B"),
+    "recomputed": ("#A6D4F2", "\\\\", "R"),
+    "logits": (style.OKABE_ITO["vermillion"], "oo", "L"),
     "other": ("#DDDDDD", "--", "?"),
 }
 SPARE = (("#B8B8B8", "++"), (style.OKABE_ITO["vermillion"], "oo"), ("#DDDDDD", "--"), (style.OKABE_ITO["green"], "**"))
@@ -148,6 +150,7 @@ def plot_shrinking_bars(
             va="center",
             ha="left",
             fontsize=9,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
             gid="fw-total",
         )
     if limit is not None:
