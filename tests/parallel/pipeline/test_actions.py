@@ -62,7 +62,7 @@ def test_every_schedule_survives_the_way_through_text(name):
         ("forward", "as in 2F0"),
         ("0F0+", "as in 2F0"),
         ("0F0+1g1", "'1g1' in '0F0+1g1'"),
-        ("-1F0", "as in 2F0"),
+        ("-1F0", "nearest 1F0"),
     ],
 )
 def test_what_is_no_action_is_named_with_the_nearest_that_is(cell, says):
@@ -112,3 +112,47 @@ def test_a_marked_cell_stands_in_brackets_and_long_grids_are_cut():
     text = grid(schedule, mark=(1, 10), names=True, around=3)
     assert "[1F10]" in text and text.splitlines()[0].startswith("rank 0: ... 0F7") and text.splitlines()[0].endswith(" ...")
     assert len(text.splitlines()[0].split()) == 2 + 7 + 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0f0 0b0", "kinds are capital letters; did you mean 0F0?"),
+        ("０Ｆ０ 0B0", "signs are those of a plain keyboard; did you mean 0F0?"),
+        ("0F0 0В0", "(U+0412) is no plain letter or digit"),
+        ("0F٣ 0B0", "(U+0663) is no plain letter or digit"),
+        ("0F-1 0B-1", "stages and micro-batches count from 0; nearest 0F1"),
+        ("-1F0", "count from 0; nearest 1F0"),
+        ("0F0;0B0", "is no action"),
+        ("0F0 + 0B0", "is no action"),
+        ("9" * 5000 + "F0", "is no action"),
+        ("# nothing but a remark", "the grid is empty"),
+    ],
+)
+def test_strange_signs_are_refused_with_what_was_meant(text, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse(text)
+
+
+def test_what_a_chinese_keyboard_or_a_copied_page_adds_is_read():
+    plain = parse("0F0 0F1 0B0 0B1")
+    copied = "\ufeff0F0 0F1\u00a00B0 0B1", "0F0\u30000F1\t0B0 0B1\r\n", "0F0 0F1 [0B0] 0B1"
+    for text in (*copied, "rank 0：0F0，0F1，0B0，0B1", "0F0、0F1｜0B0 0B1"):
+        assert parse(text) == plain, text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [Action(0, "F", -1)], [Action(-1, "F", 0)], [Action(0, "F", 0.5)], [Action(0, "F", True)], [Action(0, "X", 0)],
+        [(0, ["F"], 0)], [("0", "F", "0")], [Joined(())], [Joined(("0F0", None))], [["0F0"]], [b"0F0"], None, 5,
+    ],
+)  # fmt: skip
+def test_a_list_that_holds_no_actions_is_refused(row):
+    with pytest.raises(ValueError, match=r"is no action|joins no actions|a list of actions is wanted"):
+        read([row])
+
+
+def test_ten_thousand_actions_are_read_as_they_are():
+    rows = build("1f1b", 16, 320)
+    assert read(rows) == rows and all(a is b for a, b in zip(read(rows)[0], rows[0], strict=True))

@@ -233,3 +233,18 @@ def test_what_is_checked_is_returned_and_not_changed(name):
     schedule = build(name, 2, 4)
     copy = [list(row) for row in schedule]
     assert check(schedule, forward_only=name == "forward-only") == copy == schedule
+
+
+def test_a_schedule_without_any_action_is_refused():
+    for empty in ([[]], [[None], []], ". .\n."):
+        for look in (check, simulate):
+            with pytest.raises(IllegalSchedule, match="there is no action at all"):
+                look(empty)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("limit", -1), ("limit", float("nan")), ("after_input", -1), ("stages", 0), ("microbatches", 1.5)]
+)
+def test_limits_that_are_none_are_refused(word, value):
+    with pytest.raises(ValueError, match=f"{word} is {value}; allowed: a (whole )?number of at least"):
+        check(build("gpipe", 2, 2), **{word: value})

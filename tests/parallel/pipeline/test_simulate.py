@@ -1,6 +1,7 @@
 """Times, bubbles and live activations of simulated schedules: by hand, by another walk, and as the trials want them."""
 
 import random
+import sys
 
 import matplotlib.pyplot as plt
 import pytest
@@ -238,3 +239,50 @@ def test_64_stages_and_512_micro_batches_in_0_3_seconds():
         simulate(schedule, forward=1, backward=2)
         best = min(best, time.perf_counter() - begin)
     assert best < 0.3
+
+
+def lines_run(work):
+    """How many lines of the simulator's own file `work()` runs: a count of steps that no clock and no neighbour changes."""
+    count, file = 0, simulate.__code__.co_filename
+
+    def look(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return look if frame.f_code.co_filename == file else None
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_steps_grow_linearly_with_the_actions():
+    """Four times the actions take four times the steps, either way; searching back through the list would take sixteen."""
+    for name in ("1f1b", "zb-h1", "interleaved"):
+        per_action = []
+        for p, m in ((4, 8), (4, 32), (16, 32), (16, 128)):
+            schedule = build(name, p, m, chunks=2)
+            actions = sum(len(row) for row in schedule)
+            per_action.append(lines_run(lambda s=schedule: simulate(s, checked=False)) / actions)
+        assert max(per_action) < 1.5 * min(per_action), (name, per_action)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"weight": None}, "weight is None"),
+        ({"link": [1, 2]}, "link is .1, 2.; allowed: one number"),
+        ({"forward": float("nan")}, "forward is nan"),
+        ({"forward": []}, "0 numbers for 2 stages"),
+        ({"activation": -1}, "activation is -1; allowed: a number of at least 0"),
+        ({"activation": float("nan")}, "activation is nan"),
+        ({"after_input": -1}, "after_input is -1"),
+        ({"message_bytes": -8}, "message_bytes is -8"),
+    ],
+)
+def test_times_and_weights_that_are_none_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        simulate(build("zb-h1", 2, 2), **options)

@@ -6,6 +6,9 @@ torch.distributed.pipelining in one process group; gradients are compared with i
 
     bubble of total = 1 - work / (ranks x makespan)        error = measured - simulated, in percentage points
 
+With them, two checks of the tool itself: how far measured and simulated bubbles are apart, in points, and the simulator's seconds
+for more and more actions. `--ranks 8` runs the paced case of all schedules in about four minutes; `--algorithms` takes fewer.
+
 Reference: torch.distributed.pipelining, `ScheduleGPipe`, `Schedule1F1B`.
 """
 
@@ -59,11 +62,14 @@ def rows(options, say: Callable[[str], None] = lambda text: None, *, repeats: in
             link = spread(open_ranks.run(ping, checks=False, stream=False).values[0]).value
             for name in names:
                 say(f"pipeline {name}, {ranks} ranks, paced")
-                yield _paced_row(open_ranks, name, ranks, 2 * ranks, link, repeats)
+                count = ranks if name == "naive" else 2 * ranks  # naive takes p times as long for nothing new
+                yield from _paced_rows(open_ranks, name, ranks, count, link, repeats)
     with pool(ranks=2) as open_ranks:
         for name in [n for n in names if n in THEIRS]:
             say(f"pipeline {name}, 2 ranks, beside torch")
             yield _beside_torch(open_ranks, name, options.pairs)
+    say("pipeline simulator")
+    yield from simulator_rows()
 
 
 # --- paced ------------------------------------------------------------------------------------------------------------
@@ -99,7 +105,8 @@ def paced(comm, schedule: Schedule, times: Times, count: int) -> float:
     return (comm.clock() - begin) / 1e12
 
 
-def _paced_row(open_ranks, name: str, ranks: int, count: int, link: float, repeats: int) -> Row:
+def _paced_rows(open_ranks, name: str, ranks: int, count: int, link: float, repeats: int) -> Iterator[Row]:
+    """The measured bubble, and by how many points it is above the simulated one."""
     schedule = SCHEDULES[name](ranks, count)
     times = paced_times(link)
     modelled = simulate(schedule, times)
@@ -110,9 +117,10 @@ def _paced_row(open_ranks, name: str, ranks: int, count: int, link: float, repea
         makespan = max(e.end for e in work) - min(e.start for e in work)
         bubbles.append(1 - sum(modelled.work) * 1e12 / (ranks * makespan))
     found = spread(bubbles[1:])
-    return Row(
+    case = {"schedule": name, "ranks": ranks, "microbatches": count, "pace": PACE, "bytes": MESSAGE_BYTES, "link": link}
+    yield Row(
         benchmark="pipeline",
-        case={"schedule": name, "ranks": ranks, "microbatches": count, "pace": PACE, "bytes": MESSAGE_BYTES, "link": link},
+        case=case,
         metric="bubble_of_total",
         value=found.value,
         unit="",
@@ -123,6 +131,43 @@ def _paced_row(open_ranks, name: str, ranks: int, count: int, link: float, repea
         source="paced",
         ok=abs(found.value - modelled.bubble_of_total) < 0.2,
     )
+    apart = [100 * (bubble - modelled.bubble_of_total) for bubble in (found.value, found.low, found.high)]
+    yield Row(
+        benchmark="pipeline",
+        case=case,
+        metric="bubble_apart",
+        value=apart[0],
+        unit="points",
+        low=apart[1],
+        high=apart[2],
+        pairs=repeats,
+        peer=f"simulated: {modelled.bubble_of_total:.4f}; at most 2 points on a quiet machine",
+        source="paced",
+        ok=abs(apart[0]) < 20,
+    )
+
+
+def simulator_rows(sizes=((8, 64), (16, 128), (32, 256), (64, 512)), repeats: int = 5) -> Iterator[Row]:
+    """Nanoseconds that the simulator needs for an action of 1F1B, for more and more actions: as many, if its time is linear."""
+    for ranks, count in sizes:
+        schedule, taken = schedules.one_f_one_b(ranks, count), []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            simulate(schedule)
+            taken.append((time.perf_counter() - begin) * 1e9 / (2 * ranks * count))
+        found = spread(taken)
+        yield Row(
+            benchmark="pipeline",
+            case={"schedule": "1f1b", "ranks": ranks, "microbatches": count, "actions": 2 * ranks * count},
+            metric="simulator_time_per_action",
+            value=found.value,
+            unit="ns",
+            low=found.low,
+            high=found.high,
+            pairs=repeats,
+            source="measured",
+            ok=True,
+        )
 
 
 class _Scale(torch.nn.Module):
@@ -181,4 +226,3 @@ def beside(comm, name: str, pairs: int) -> dict:
     apart = max(float((a.grad - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs_of)
     taken = alternate(ours, torchs, pairs, before=comm.native.barrier, device=str(comm.device), repeats=1)
     return {"ours": taken[0], "theirs": taken[1], "apart": apart}
-

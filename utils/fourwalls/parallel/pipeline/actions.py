@@ -11,6 +11,7 @@ Reference: Qi et al. 2023 (arXiv:2401.10241) for the split of B; torch.distribut
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -36,7 +37,9 @@ __all__ = [
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 IDLE = (".", "-", "·")
-CELL = re.compile(r"(\d+)([A-Z])(\d+)")
+CELL = re.compile(r"([0-9]{1,9})([A-Z])([0-9]{1,9})")
+# what a Chinese keyboard or a copied page puts in the place of plain signs
+PLAIN = str.maketrans({"：": ":", "，": ",", "｜": "|", "、": ",", "\u200b": "", "\ufeff": "", "[": " ", "]": " "})
 
 
 class Action(NamedTuple):
@@ -133,9 +136,11 @@ def parse_action(text: str) -> Cell:
 def parse(text: str) -> Schedule:
     """A schedule from its grid: a line for each rank, cells apart by blanks or commas, `.` for an idle slot.
 
-    A line may begin with a name and a colon (`rank 0:`); `#` begins a comment. ValueError names line and cell.
+    A line may begin with a name and a colon (`rank 0:`); `#` begins a comment; brackets, as `grid` marks a cell, are left out.
+    ValueError names line and cell.
     """
     rows = []
+    text = text.translate(PLAIN)
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.partition("#")[0].strip()
         line = line.partition(":")[2] if ":" in line else line
@@ -169,7 +174,7 @@ def read(schedule: "str | Sequence[Iterable]") -> Schedule:
         if not isinstance(row, Iterable) or isinstance(row, Action):
             raise ValueError(f"rank {rank}: a list of actions is wanted, got {row!r:.80}")
         row = list(row)
-        if all(type(cell) is Action and cell[1] in KINDS for cell in row):  # as the schedules of this package give it
+        if _are_plain(row):  # as the schedules of this package give it
             rows.append(row)
             continue
         cells = []
@@ -213,12 +218,19 @@ def _one(piece: str, whole: str) -> Action:
     if found and found[2] in KINDS:
         return Action(int(found[1]), found[2], int(found[3]))
     kinds = ", ".join(f"{k} ({word})" for k, word in KINDS.items())
-    where = f"{piece!r} in {whole!r}" if piece != whole else f"{piece!r}"
+    where = f"{piece!r:.40} in {whole!r:.40}" if piece != whole else f"{piece!r:.40}"
     if found:
         raise ValueError(f"{where}: there is no kind {found[2]}; kinds are {kinds}")
-    upper = CELL.fullmatch(piece.upper())
+    plain = unicodedata.normalize("NFKC", piece).upper()
+    upper = CELL.fullmatch(plain)
     if upper and upper[2] in KINDS:
-        raise ValueError(f"{where}: kinds are capital letters; did you mean {piece.upper()}?")
+        what = "kinds are capital letters" if piece.isascii() else "signs are those of a plain keyboard"
+        raise ValueError(f"{where}: {what}; did you mean {plain}?")
+    strange = next((sign for sign in piece if not sign.isascii()), None)
+    if strange is not None:
+        raise ValueError(f"{where}: {strange!r} (U+{ord(strange):04X}) is no plain letter or digit; a cell looks like 2F0")
+    if "-" in piece and re.fullmatch(r"-?[0-9]+[A-Z]-?[0-9]+", piece):
+        raise ValueError(f"{where}: stages and micro-batches count from 0; nearest {piece.replace('-', '')}")
     if re.fullmatch(r"[FBIW]\d+", piece):
         raise ValueError(f"{where} names no stage; on stage 0 it reads 0{piece}")
     if re.fullmatch(r"\d+[FBIW]", piece):
@@ -226,15 +238,33 @@ def _one(piece: str, whole: str) -> Action:
     raise ValueError(f"{where} is no action; an action is stage, kind, micro-batch, as in 2F0; kinds are {kinds}; `.` is idle")
 
 
+def _is_plain(stage, kind, microbatch) -> bool:
+    """Whether these are whole numbers from 0 on, and a kind that there is."""
+    return type(stage) is type(microbatch) is int and stage >= 0 <= microbatch and type(kind) is str and kind in KINDS
+
+
+def _are_plain(row: list) -> bool:
+    """The same of a whole row of Actions, quickly."""
+    if set(map(type, row)) != {Action}:
+        return False
+    stages, kinds, numbers = zip(*row, strict=True)
+    right = set(map(type, stages)) == set(map(type, numbers)) == {int} and set(map(type, kinds)) == {str}
+    return right and min(stages) >= 0 <= min(numbers) and set(kinds) <= KINDS.keys()
+
+
 def _cell(cell) -> Cell:
     """A cell from a text, an Action, a Joined, a plain (stage, kind, micro-batch), or None."""
-    if cell is None or isinstance(cell, Joined):
+    if cell is None:
         return cell
+    if isinstance(cell, Joined):
+        inside = [_cell(part) for part in cell.actions]
+        if not inside or not all(isinstance(part, Action) for part in inside):
+            raise ValueError(f"{cell!r} joins no actions; a joined cell holds one or more, as in 0F3+1B1")
+        return Joined(tuple(inside))
     if isinstance(cell, str):
         return parse_action(cell)
     if isinstance(cell, tuple) and len(cell) == 3:
         stage, kind, microbatch = cell
-        whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in (stage, microbatch))
-        if whole and kind in KINDS:
+        if _is_plain(stage, kind, microbatch):
             return cell if type(cell) is Action else Action(stage, kind, microbatch)
     raise ValueError(f"{cell!r} is no action; an action is stage, kind, micro-batch, as in 2F0")

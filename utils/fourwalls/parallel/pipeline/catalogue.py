@@ -82,7 +82,7 @@ def build(
 
     ValueError for a name that there is not, with close ones, and for sizes that the schedule refuses.
     """
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         close = difflib.get_close_matches(str(name), SCHEDULES, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise ValueError(f"no schedule named {name!r}{hint} Known: {', '.join(SCHEDULES)}")

@@ -132,6 +132,7 @@ class _Walk:
             return
         product = ("F" if kind == "F" else "G", stage, microbatch)
         if kind == "F" and stage == self.last:
+            self._check_loss(made, microbatch)
             self.losses[microbatch] = made
             return
         rank = self.routes.goes_to(product)
@@ -152,6 +153,13 @@ class _Walk:
         grad = self.ready.pop(("G", stage + 1, microbatch), None) if stage < self.last else None
         return running.backward(microbatch, kind, grad)
 
+    def _check_loss(self, made, microbatch: int) -> None:
+        """With checks on, a loss that is no number stops the run here, before its gradients are everywhere."""
+        if self.comm.checks and self.train and not made.dim() and not made.is_meta and not bool(torch.isfinite(made)):
+            raise ValueError(
+                f"micro-batch {microbatch}: the loss is {float(made)}; look at its rows and targets, and at the weights"
+            )
+
     def _check_shape(self, product, made) -> None:
         kind, stage, microbatch = product
         wanted = self.shapes[(stage if kind == "F" else stage - 1), microbatch]
@@ -167,12 +175,14 @@ def _check(schedule: Schedule, routes: Routes, stages, comm, microbatches, loss,
     if ranks != comm.size:
         raise ValueError(f"a schedule for {ranks} ranks on {comm.size}; allowed: as many ranks as lines, nearest ranks={ranks}")
     check_numbers(microbatches, routes.microbatches)
+    if not isinstance(stages, Mapping):
+        raise ValueError(f"stages is a {type(stages).__name__}; allowed: a dict, stage -> its module, such as {{0: module}}")
     if set(stages) != set(routes.mine):
         raise ValueError(
             f"rank {comm.rank} was given stages {sorted(stages)}; by the schedule it runs {routes.mine}: one module for each, "
             "a stage with no layer is nn.Identity()"
         )
-    if isinstance(divide_by, bool) or not divide_by > 0:
+    if isinstance(divide_by, bool) or not 0 < divide_by < float("inf"):
         raise ValueError(f"divide_by is {divide_by!r}; allowed: a number above 0 (the count of targets for a mean, 1 for a sum)")
     if 0 in stages and any(m.inputs is None for m in microbatches):
         raise ValueError(f"rank {comm.rank} runs stage 0, which needs the inputs of every micro-batch")

@@ -67,6 +67,12 @@ def check(
     stages, microbatches: how many there must be (default: as many as are named).
     limit: activations that a rank may hold, in units of one stage and micro-batch; after I a W still holds `after_input` of one.
     """
+    for word, value in (("limit", limit), ("after_input", after_input)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"{word} is {value!r}; allowed: a number of at least 0")
+    for word, value in (("stages", stages), ("microbatches", microbatches)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{word} is {value!r}; allowed: a whole number of at least 1, or None for as many as are named")
     schedule = read(schedule)
     stages = stages_of(schedule) if stages is None else stages
     check_complete(schedule, forward_only=forward_only, stages=stages, microbatches=microbatches)
@@ -91,6 +97,8 @@ def check_complete(
     """Each stage on one rank; each action once; for each stage and micro-batch an F, and a B, or an I and a W. No order."""
     stages = stages_of(schedule) if stages is None else stages
     microbatches = microbatches_of(schedule) if microbatches is None else microbatches
+    if stages == 0:
+        raise IllegalSchedule(schedule, 0, 0, "there is no action at all; the least is an F and its B, such as `0F0 0B0`")
     if not _complete(schedule, stages, microbatches, forward_only):
         _raise_incomplete(schedule, stages, microbatches, forward_only)
 

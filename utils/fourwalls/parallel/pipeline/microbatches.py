@@ -37,6 +37,9 @@ def split_batch(
 
     Views, no copies. With both given they must fit. ValueError where a micro-batch would be empty, with the numbers that work.
     """
+    for word, value in (("inputs", inputs), ("targets", targets)):
+        if not (isinstance(value, torch.Tensor) and value.dim()) and (value is not None or word == "inputs"):
+            raise ValueError(f"{word} is {value!r:.60}; allowed: a tensor whose first dim counts the rows of the batch")
     rows = len(inputs)
     if targets is not None and len(targets) != rows:
         raise ValueError(f"{rows} rows of inputs and {len(targets)} of targets; allowed: as many of each")

@@ -115,6 +115,8 @@ class RunningStage:
                     "they are of different micro-batches"
                 )
             loss = self.loss(y, target)
+            if not isinstance(loss, torch.Tensor):
+                raise ValueError(f"the loss is a {type(loss).__name__}; allowed: a tensor, the sum over the micro-batch")
             if loss.dim():
                 raise ValueError(f"the loss has shape {tuple(loss.shape)}; allowed: a scalar, the sum over the micro-batch")
             return loss / self.divide_by

@@ -54,7 +54,12 @@ def agree_on_shapes(comm: Comm, routes: Routes, running, microbatches, step: int
 
 
 def output_shape(module: torch.nn.Module, shape, dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """(shape, dtype) of module(x) for an x of that shape, without computing it."""
+    """(shape, dtype) of module(x) for an x of that shape, without computing it.
+
+    A module whose forward talks to other ranks says so itself, in a method `output_shape(shape, dtype)`.
+    """
+    if hasattr(module, "output_shape"):
+        return module.output_shape(shape, dtype)
     on_meta = {name: torch.empty_like(t, device="meta") for name, t in (*module.named_parameters(), *module.named_buffers())}
     x = torch.empty(shape, dtype=dtype, device="meta")
     with torch.no_grad():

@@ -14,6 +14,7 @@ the makespan, since their optimizer needs no barrier); both have a name of their
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
 from ...ranks.trace import PS, Trace
 from .actions import Cell, Joined, Schedule, microbatches_of, parts, placement, read, stages_of
@@ -42,7 +43,11 @@ class Times:
     def __post_init__(self):
         for word in ("forward", "input", "weight", "backward", "link", "joined"):
             value = getattr(self, word)
-            for number in value if isinstance(value, Sequence) else () if value is None else (value,):
+            if value is None and word == "backward":
+                continue
+            if isinstance(value, Sequence) and word in ("link", "joined"):
+                raise ValueError(f"{word} is {value!r}; allowed: one number of at least 0, the same everywhere")
+            for number in value if isinstance(value, Sequence) else (value,):
                 if not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
                     raise ValueError(f"{word} is {value!r}; allowed: seconds of at least 0, one number or one for each stage")
 
@@ -105,6 +110,9 @@ def simulate(
     if checked:  # whether it would hang shows itself below
         check_complete(schedule, forward_only=forward_only, stages=stages, microbatches=microbatches)
     weights = _per_stage(activation, stages, "activations")
+    for word, value in (*(("activation", w) for w in weights), ("after_input", after_input), ("message_bytes", message_bytes)):
+        if not isinstance(value, Real) or not 0 <= value < float("inf"):
+            raise ValueError(f"{word} is {value!r}; allowed: a number of at least 0")
     return Simulated(schedule, stages, microbatches, times or Times(), tuple(weights), after_input, message_bytes)
 
 
