@@ -23,18 +23,36 @@ BENCHMARKS = {
     "all-to-all": "all_to_all",
     "calibrate": "calibrate",
     "compress": "compress",
+    "context-parallel": "context_parallel",
     "data-parallel": "data_parallel",
     "embedding": "embedding",
+    "int8": "int8",
     "launch": "launch",
+    "layouts": "layouts",
     "simulator": "simulator",
     "pipeline": "pipeline",
     "memory": "memory",
+    "precision": "precision",
+    "prune": "prune",
+    "quantize": "quantize",
     "recompute": "recompute",
     "tensor-parallel": "tensor_parallel",
     "zero": "zero",
 }
 # they start ranks themselves, or need none: nothing for torchrun
-ONE_MACHINE = ("embedding", "launch", "memory", "pipeline", "recompute", "simulator")
+ONE_MACHINE = (
+    "embedding",
+    "int8",
+    "launch",
+    "layouts",
+    "memory",
+    "pipeline",
+    "precision",
+    "prune",
+    "quantize",
+    "recompute",
+    "simulator",
+)
 
 
 def load(name: str) -> ModuleType:

@@ -118,7 +118,8 @@ class BucketBoard:
             "dots": dots,
             "table": _table(found, bucket, pace),
             "source": f"{self.measured.get('source', 'measured')} + modelled" if dots else "modelled",
-            "words": f"{overlap_words(found)} {_why(found, whole, bucket >= pace)}" + (" Dots are measured." if dots else ""),
+            "words": f"{overlap_words(found)} {_why(found, whole, bucket, pace, min(curve))}"
+            + (" Dots are measured." if dots else ""),
         }
         return {**self._frame(setting), **shown}
 
@@ -189,12 +190,17 @@ def _table(found: Overlap, bucket: float, pace: float) -> list[list[str]]:
     ]
 
 
-def _why(found: Overlap, whole: Overlap, keeps_pace: bool) -> str:
-    """What rules here. `whole`: the bytes alone, without alpha."""
+def _why(found: Overlap, whole: Overlap, bucket: float, pace: float, least: float) -> str:
+    """What rules here. `whole`: the bytes alone, without alpha; `pace`: the smallest bucket that the wire keeps pace with;
+    `least`: seconds that the best size exposes.
+    """
     if len(found.buckets) == 1:
         return "One bucket is full when backward is over: nothing can hide."
-    if keeps_pace:
-        return "The wire keeps pace; what shows is what was full last: a smaller bucket exposes less."
+    if bucket >= pace:
+        if found.exposed <= CLOSE * least:
+            return "The wire keeps pace, and what shows is what was full last: no size exposes much less."
+        down = f"down to {words.bytes_text(pace)} " if pace > SIZES[0] else ""
+        return f"The wire keeps pace; what shows was full last: {down}a smaller bucket exposes less, give or take the teeth."
     if found.wire - whole.wire > whole.wire:
         return "Alpha rules: most of the wire's time is the fixed cost of so many messages; larger buckets pay it less often."
     if whole.wire > found.backward:
@@ -219,4 +225,5 @@ def bucket_explorer(measured: Mapping | None = None):
         f"Bucket explorer, in words (run this notebook in JupyterLab to turn it yourself): {CASES[0].name}",
         f"The same in words, for when no kernel runs; to get the widget back, run this cell: {CASES[0].name}",
     )
-    return widgets.stand(board, board.answer({"mode": "ask", "point": 0}), "buckets.js", headings=headings, lines=lines)
+    first = board.answer({"mode": "ask", "point": 0})
+    return widgets.stand(board, first, "guessed.js+buckets.js", headings=headings, lines=lines)

@@ -109,6 +109,7 @@ def plot_exposed(
         ax.set_yscale("log")
         ax.xaxis.set_major_formatter(lambda x, _: words.bytes_text(x))
         ax.yaxis.set_major_formatter(lambda y, _: _time(y))
+        ax.yaxis.set_minor_formatter(_minor_time)
         ax.set_xlabel("bytes of a bucket")
         ax.set_ylabel("exposed communication")
         ax.grid(True, which="major", color="#DDDDDD", linewidth=0.6)
@@ -118,6 +119,11 @@ def plot_exposed(
     if title:
         ax.set_title(title, pad=20)
     return ax
+
+
+def _minor_time(y, _):
+    """On a log axis of less than two decades minor ticks speak too: of those between powers of ten, 2 and 5."""
+    return _time(y) if f"{y:.0e}"[0] in "25" else ""
 
 
 def _backward(ax, found, k, scale, end):

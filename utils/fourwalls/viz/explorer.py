@@ -227,7 +227,8 @@ def explorer(measured: Mapping | None = None):
         f"Alpha-beta explorer, in words (run this notebook in JupyterLab to turn it yourself): {WIRES[0].name}",
         f"The same in words, for when no kernel runs; to get the widget back, run this cell: {WIRES[0].name}",
     )
-    return widgets.stand(board, board.answer({"mode": "ask", "point": 0}), "explorer.js", headings=headings, lines=lines)
+    first = board.answer({"mode": "ask", "point": 0})
+    return widgets.stand(board, first, "guessed.js+explorer.js", headings=headings, lines=lines)
 
 
 def measured_from_rows(rows: Iterable[Mapping], *, name: str = "my machine") -> dict:

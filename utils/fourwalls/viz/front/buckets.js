@@ -7,77 +7,49 @@ const STEP = 0.05; // of a slider, in powers of ten
 function render({ model, el }) {
   const ui = frame(el, { title: "Bucket explorer", testid: "fw-buckets", height: H + 8 });
   const uid = Math.random().toString(36).slice(2);
-  let scene = model.get("scene"), asked = 0, right = 0, unlocked = false, pinned = null, own = {};
+  let scene = model.get("scene"), pinned = null, own = {};
 
   const limits = (name) => scene.limits[name].map((x) => Math.round(Math.log10(x) / STEP));
   const octaves = scene.sizes.map((s) => Math.round(2 * Math.log2(s)));
-  const want = (wish) => { ui.root.setAttribute("aria-busy", "true"); questions.want(wish); };
-  const explore = () => want({ mode: "explore", setting: { case: which.value, bucket: 2 ** (bucket.node.value / 2), ...own } });
+  const explore = () => game.want({ mode: "explore", setting: { case: which.value, bucket: 2 ** (bucket.node.value / 2), ...own } });
 
-  function slider(label, low, high, testid, action) {
-    const text = make("output", { class: "fw-value" });
-    const node = make("input", { type: "range", min: low, max: high, step: 1, class: "fw-range", "data-testid": testid, "aria-label": label, oninput: action });
-    ui.controls.append(make("label", { class: "fw-label" }, `${label} `, node, text));
-    return { node, text };
-  }
   const which = ui.select("Case", scene.cases.map((c) => [c, c]), scene.setting.case, "fw-case", () => { own = {}; explore(); });
-  const bucket = slider("Bucket", octaves[0], octaves.at(-1), "fw-bucket", explore);
+  const bucket = slider(ui, "Bucket", octaves[0], octaves.at(-1), "fw-bucket", explore);
   ui.controls.append(make("span", { class: "fw-break" }));
-  const bandwidth = slider("Bandwidth", ...limits("bandwidth"), "fw-bandwidth", () => { own.bandwidth = 10 ** (bandwidth.node.value * STEP); explore(); });
-  const backward = slider("Backward", ...limits("backward"), "fw-backward", () => { own.backward = 10 ** (backward.node.value * STEP); explore(); });
+  const bandwidth = slider(ui, "Bandwidth", ...limits("bandwidth"), "fw-bandwidth", () => { own.bandwidth = 10 ** (bandwidth.node.value * STEP); explore(); });
+  const backward = slider(ui, "Backward", ...limits("backward"), "fw-backward", () => { own.backward = 10 ** (backward.node.value * STEP); explore(); });
   ui.controls.append(make("span", { class: "fw-break" }));
-  const pin = ui.button("Pin", "Keep this curve and these buckets, grey, beside the next ones (key: p)", "fw-pin", () => { pinned = scene; report(); draw(); });
-  const next = ui.button("Next hidden point", "Another question (key: n)", "fw-next", () => { asked += 1; want({ mode: "ask", point: asked }); });
-  const tips = new Map([pin, next].map((node) => [node, node.title]));
+  const game = guessed(model, ui, {
+    pinTip: "Keep this curve and these buckets, grey, beside the next ones", nextText: "Next hidden point", draw,
+    keyOf: (event) => scene.choices.find((_, k) => letter(k).toLowerCase() === event.key.toLowerCase()),
+    onfresh: (was) => { if (game.scene.curtain || was.curtain) own = {}; },
+    more: () => ({ goal: game.right >= 3 }),
+  });
 
   const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });
   ui.stage.append(main, side);
   ui.stage.style.overflow = "auto"; // at 200% the picture keeps its size, and scrolls
   main.style.minWidth = "340px";
-  const questions = asker(model, (fresh) => {
-    const was = scene;
-    scene = fresh;
-    ui.root.removeAttribute("aria-busy");
-    if (scene.verdict !== null) { unlocked = true; right += scene.verdict ? 1 : 0; }
-    if (scene.curtain || was.curtain) own = {};
-    report(); draw();
-  }, () => { ui.root.removeAttribute("aria-busy"); ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest."); });
-
-  function report() {
-    model.set("report", { asked, right, unlocked, curtain: scene.curtain, goal: right >= 3, pinned: pinned !== null });
-    model.save_changes();
-  }
-  const name = (answer) => { if (scene.curtain) want({ mode: "answer", point: asked, name: answer }); };
   const letter = (k) => "ABCDEFGH"[k];
 
   function draw() {
+    ({ scene, pinned } = game);
     const { setting: now, texts } = scene, shut = scene.curtain;
     which.value = now.case;
     bucket.node.value = Math.round(2 * Math.log2(now.bucket)); bucket.text.textContent = shut ? "?" : texts.bucket;
     bandwidth.node.value = Math.round(Math.log10(now.bandwidth) / STEP); bandwidth.text.textContent = texts.bandwidth;
     backward.node.value = Math.round(Math.log10(now.backward) / STEP); backward.text.textContent = texts.backward;
-    for (const node of [which, bucket.node, bandwidth.node, backward.node, pin, next]) {
-      node.disabled = shut;
-      node.title = shut ? "First the guess: which bucket exposes least? That unlocks the controls." : tips.get(node) ?? "";
-    }
+    game.lock([which, bucket.node, bandwidth.node, backward.node], "First the guess: which bucket exposes least? That unlocks the controls.");
     ui.setBadge(scene.source);
-    const held = main.contains(document.activeElement) || document.activeElement === next;
-    main.replaceChildren(scene.error ? make("pre", { class: "fw-error", "data-testid": "fw-error" }, scene.error) : picture(), ...(shut ? [question()] : []));
-    if (held) (shut ? main.querySelector("button") : next)?.focus();
+    game.show(main, scene.error ? make("pre", { class: "fw-error", "data-testid": "fw-error" }, scene.error) : picture(), ...(shut ? [question()] : []));
     drawSide();
     ui.say(scene.error ? "This setting stopped with an error." : scene.words);
-    ui.setGoal(`name the bucket that exposes least at three hidden points (within 10% counts). ${Math.min(right, 3)} of 3 so far.`, right >= 3 ? "reached" : scene.verdict === false ? "missed" : "open");
+    ui.setGoal(`name the bucket that exposes least at three hidden points (within 10% counts). ${Math.min(game.right, 3)} of 3 so far.`, game.right >= 3 ? "reached" : scene.verdict === false ? "missed" : "open");
   }
 
   function question() {
-    const box = make("div", { class: "fw-question", "data-testid": "fw-question", role: "group", "aria-label": "Which bucket exposes least?" },
-      make("div", { class: "fw-ask" }, `Hidden point ${asked + 1}. Which bucket exposes least?`),
-      make("div", {}, scene.setting.case), make("div", {}, `backward ${scene.texts.backward}, wire ${scene.texts.bandwidth}`));
-    const row = make("div", { class: "fw-answers" });
-    scene.choices.forEach((one, k) => row.append(
-      make("button", { type: "button", class: "fw-button", "data-testid": `fw-choice-${k}`, onclick: () => name(one) }, `${letter(k)} ${one}`)));
-    box.append(row);
-    return box;
+    const lines = [`Hidden point ${game.asked + 1}. Which bucket exposes least?`, scene.setting.case, `backward ${scene.texts.backward}, wire ${scene.texts.bandwidth}`];
+    return questionBox(game, lines, scene.choices.map((one, k) => [one, `${letter(k)} ${one}`, `fw-choice-${k}`]));
   }
 
   const x = (bytes) => BOX.x + BOX.w * (Math.log2(bytes) - Math.log2(scene.sizes[0])) / (Math.log2(scene.sizes.at(-1)) - Math.log2(scene.sizes[0]));
@@ -158,19 +130,8 @@ function render({ model, el }) {
     side.replaceChildren(make("div", { class: "fw-ghost-title" }, head), table, ...hints, ...dots, make("div", { class: "fw-hint", "data-testid": "fw-ghost" }, old));
   }
 
-  ui.root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
-    const chosen = scene.choices.findIndex((_, k) => letter(k).toLowerCase() === event.key.toLowerCase());
-    if (scene.curtain && chosen >= 0) name(scene.choices[chosen]);
-    else if (event.key === "p" && !pin.disabled) pin.click();
-    else if (event.key === "n" && !next.disabled) next.click();
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
-  });
-
   draw();
-  return () => questions.stop();
+  return () => game.stop();
 }
 
 export default { render };

@@ -7,28 +7,21 @@ const STEP = 0.05; // of a slider, in powers of ten
 function render({ model, el }) {
   const ui = frame(el, { title: "Alpha-beta explorer", testid: "fw-explorer", height: H + 8 });
   const uid = Math.random().toString(36).slice(2);
-  let scene = model.get("scene"), asked = 0, right = 0, unlocked = false, pinned = null, off = new Set(), own = {};
+  let scene = model.get("scene"), pinned = null, off = new Set(), own = {};
 
   const limits = (name) => scene.limits[name].map((x) => Math.round(Math.log10(x) / STEP));
   const octaves = scene.sizes.map((s) => Math.round(2 * Math.log2(s)));
   const setting = () => ({ wire: wire.value, n: Number(ranks.value), size: Math.round(2 ** (size.node.value / 2)), off: [...off], ...own });
-  const want = (wish) => { ui.root.setAttribute("aria-busy", "true"); questions.want(wish); };
-  const explore = () => want({ mode: "explore", setting: setting() });
+  const explore = () => game.want({ mode: "explore", setting: setting() });
 
-  function slider(label, low, high, testid, action) {
-    const text = make("output", { class: "fw-value" });
-    const node = make("input", { type: "range", min: low, max: high, step: 1, class: "fw-range", "data-testid": testid, "aria-label": label, oninput: action });
-    ui.controls.append(make("label", { class: "fw-label" }, `${label} `, node, text));
-    return { node, text };
-  }
   let shownRanks = String(scene.ranks); // a wire may allow fewer numbers of ranks than another
   const wire = ui.select("Wire", scene.wires.map((w) => [w, w]), scene.setting.wire, "fw-wire", () => { own = {}; explore(); });
   const ranks = ui.select("Ranks n", scene.ranks.map((n) => [String(n), String(n)]), String(scene.setting.n), "fw-n", explore);
-  const size = slider("Bytes S", octaves[0], octaves.at(-1), "fw-size", explore);
+  const size = slider(ui, "Bytes S", octaves[0], octaves.at(-1), "fw-size", explore);
   ui.controls.append(make("span", { class: "fw-break" }));
   const where = [0, 1].map(() => make("span", {}));
-  const alpha = slider("alpha", ...limits("alpha"), "fw-alpha", () => { own.alpha = 10 ** (alpha.node.value * STEP); explore(); });
-  const bandwidth = slider("1/beta", ...limits("bandwidth"), "fw-bandwidth", () => { own.bandwidth = 10 ** (bandwidth.node.value * STEP); explore(); });
+  const alpha = slider(ui, "alpha", ...limits("alpha"), "fw-alpha", () => { own.alpha = 10 ** (alpha.node.value * STEP); explore(); });
+  const bandwidth = slider(ui, "1/beta", ...limits("bandwidth"), "fw-bandwidth", () => { own.bandwidth = 10 ** (bandwidth.node.value * STEP); explore(); });
   alpha.node.before(where[0]); bandwidth.node.before(where[1]);
   ui.controls.append(make("span", { class: "fw-break" }));
   const switches = scene.all.map((name) => {
@@ -40,30 +33,18 @@ function render({ model, el }) {
     ui.controls.append(make("label", { class: "fw-label" }, node, ` ${scene.looks[name][2]} ${name}`));
     return node;
   });
-  const pin = ui.button("Pin", "Keep these curves, grey, behind the next ones (key: p)", "fw-pin", () => { pinned = scene; report(); draw(); });
-  const next = ui.button("Next hidden point", "Another question (key: n)", "fw-next", () => { asked += 1; want({ mode: "ask", point: asked }); });
-
-  const tips = new Map([pin, next].map((node) => [node, node.title]));
-  for (const node of [alpha.node, bandwidth.node]) tips.set(node, "Of the wire; where there are nodes, of the wire between them");
+  const game = guessed(model, ui, {
+    pinTip: "Keep these curves, grey, behind the next ones", nextText: "Next hidden point", draw,
+    keyOf: (event) => scene.names.find((one) => scene.looks[one][2].toLowerCase() === event.key.toLowerCase()),
+    onfresh: (was) => { if (game.scene.curtain || was.curtain) { own = {}; off = new Set(); switches.forEach((node) => { node.checked = true; }); } },
+    more: () => ({ goal: game.right >= 3 }),
+  });
+  for (const node of [alpha.node, bandwidth.node]) node.title = "Of the wire; where there are nodes, of the wire between them";
 
   const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side fw-side-wide", "data-testid": "fw-side" });
   ui.stage.append(main, side);
-  const questions = asker(model, (fresh) => {
-    const was = scene;
-    scene = fresh;
-    ui.root.removeAttribute("aria-busy");
-    if (scene.verdict !== null) { unlocked = true; right += scene.verdict ? 1 : 0; }
-    if (scene.curtain || was.curtain) { own = {}; off = new Set(); switches.forEach((node) => { node.checked = true; }); }
-    report(); draw();
-  }, () => { ui.root.removeAttribute("aria-busy"); ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest."); });
-
-  function report() {
-    model.set("report", { asked, right, unlocked, curtain: scene.curtain, goal: right >= 3, pinned: pinned !== null });
-    model.save_changes();
-  }
-  const name = (answer) => { if (scene.curtain) want({ mode: "answer", point: asked, name: answer }); };
-
   function draw() {
+    ({ scene, pinned } = game);
     const { setting: now, texts } = scene, shut = scene.curtain;
     if (String(scene.ranks) !== shownRanks) {
       shownRanks = String(scene.ranks);
@@ -75,28 +56,17 @@ function render({ model, el }) {
     alpha.node.value = Math.round(Math.log10(now.alpha) / STEP); alpha.text.textContent = texts.alpha;
     bandwidth.node.value = Math.round(Math.log10(now.bandwidth) / STEP); bandwidth.text.textContent = texts.bandwidth;
     switches.forEach((node, k) => { node.parentNode.hidden = !scene.names.includes(scene.all[k]); });
-    for (const node of [wire, ranks, size.node, alpha.node, bandwidth.node, ...switches, pin, next]) {
-      node.disabled = shut;
-      node.title = shut ? "First the guess: who wins at this point? That unlocks the controls." : tips.get(node) ?? "";
-    }
+    game.lock([wire, ranks, size.node, alpha.node, bandwidth.node, ...switches], "First the guess: who wins at this point? That unlocks the controls.");
     ui.setBadge(scene.source);
-    const held = main.contains(document.activeElement) || document.activeElement === next;
-    main.replaceChildren(scene.error ? make("pre", { class: "fw-error", "data-testid": "fw-error" }, scene.error) : picture(), ...(shut ? [question()] : []));
-    if (held) (shut ? main.querySelector("button") : next)?.focus();
+    game.show(main, scene.error ? make("pre", { class: "fw-error", "data-testid": "fw-error" }, scene.error) : picture(), ...(shut ? [question()] : []));
     drawSide();
     ui.say(scene.error ? "This setting stopped with an error." : scene.words);
-    ui.setGoal(`name the winner at three hidden points (within 10% counts). ${Math.min(right, 3)} of 3 so far.`, right >= 3 ? "reached" : scene.verdict === false ? "missed" : "open");
+    ui.setGoal(`name the winner at three hidden points (within 10% counts). ${Math.min(game.right, 3)} of 3 so far.`, game.right >= 3 ? "reached" : scene.verdict === false ? "missed" : "open");
   }
 
   function question() {
-    const box = make("div", { class: "fw-question", "data-testid": "fw-question", role: "group", "aria-label": "Who wins at this point?" },
-      make("div", { class: "fw-ask" }, `Hidden point ${asked + 1}. Who wins?`),
-      make("div", {}, `${scene.setting.n} ranks, ${scene.texts.size}`), make("div", {}, scene.setting.wire));
-    const row = make("div", { class: "fw-answers" });
-    for (const one of scene.names)
-      row.append(make("button", { type: "button", class: "fw-button", "data-testid": `fw-name-${one}`, onclick: () => name(one) }, `${scene.looks[one][2]} ${one}`));
-    box.append(row);
-    return box;
+    const lines = [`Hidden point ${game.asked + 1}. Who wins?`, `${scene.setting.n} ranks, ${scene.texts.size}`, scene.setting.wire];
+    return questionBox(game, lines, scene.names.map((one) => [one, `${scene.looks[one][2]} ${one}`, `fw-name-${one}`]));
   }
 
   const x = (bytes) => BOX.x + BOX.w * (Math.log2(bytes) - Math.log2(scene.sizes[0])) / (Math.log2(scene.sizes.at(-1)) - Math.log2(scene.sizes[0]));
@@ -183,19 +153,8 @@ function render({ model, el }) {
     side.replaceChildren(make("div", { class: "fw-ghost-title" }, head), table, ...dots, make("div", { class: "fw-hint", "data-testid": "fw-ghost" }, old));
   }
 
-  ui.root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
-    const letter = scene.names.find((one) => scene.looks[one][2].toLowerCase() === event.key.toLowerCase());
-    if (scene.curtain && letter) name(letter);
-    else if (event.key === "p" && !pin.disabled) pin.click();
-    else if (event.key === "n" && !next.disabled) next.click();
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
-  });
-
   draw();
-  return () => questions.stop();
+  return () => game.stop();
 }
 
 export default { render };

@@ -1,0 +1,55 @@
+"""bench int8 and bench quantize on tiny sizes: each row right and complete, each fault seen."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fourwalls import bench
+from fourwalls.bench import int8 as bench_int8
+from fourwalls.bench import quantize as bench_quantize
+from fourwalls.numerics.product import dot_instructions
+
+torch.set_num_threads(1)
+
+
+def test_rows_of_int8():
+    rows = list(bench.load("int8").rows(SimpleNamespace(pairs=2, algorithms=None), shapes=((3, 40, 7), (1, 64, 32)), tried=60))
+    assert all(row.ok for row in rows) and rows[0].metric == "wrong" and rows[0].value == 0
+    timed = rows[1:]
+    assert {row.case["form"] for row in timed} <= set(bench_int8.FORMS) and len(timed) >= 2 * (len(bench_int8.FORMS) - 1)
+    assert all(row.peer == "fp32 linear" and row.pairs == 2 and row.time_ratio > 0 for row in timed)
+    assert all(row.machine["dot_instructions"] == list(dot_instructions()) and row.machine["threads"] == 1 for row in rows)
+    with pytest.raises(ValueError, match="no form 'fast'; there are blocks"):
+        list(bench_int8.rows(SimpleNamespace(pairs=2, algorithms=["fast"])))
+
+
+@pytest.mark.parametrize("form", bench_int8.FORMS)
+def test_a_wrong_result_is_not_ok(form):
+    case = bench_int8.Case(5, 40, 7)
+    if form == "onednn" and case.packed is None:
+        pytest.skip("this build of torch has no oneDNN")
+    assert case.right(form)
+    real = case.forms[form]
+
+    def wrong():
+        y = real().clone()
+        y[2, 3] += 1 if y.dtype == torch.int32 else 1.0
+        return y
+
+    case.forms[form] = wrong
+    assert not case.right(form)
+
+
+def test_rows_of_quantize():
+    study = bench_quantize.Study(width=16, layers=1, length=8, batch=4, steps=8, more=2, windows=4, group=8)
+    study_rows = list(bench_quantize.summary("gpt", [bench_quantize.of_gpt(seed, study) for seed in (1, 2)]))
+    found = {(row.case["what"], row.case["form"]): row for row in study_rows}
+    assert len(found) == len(study_rows) and all(row.low <= row.value <= row.high for row in study_rows)
+    assert found["outliers", "float32"].low == found["outliers", "float32"].high == 0  # the rescale changes nothing
+    assert abs(found["W8A8", "true int8"].value - found["W8A8", "fake"].value) < 1e-4
+    assert found["rounded to zero", "per tensor"].value > 0.5 > found["rounded to zero", "per channel"].value
+    for bits in (3, 4):
+        forms = {form for what, form in found if what == f"weights of {bits} bits"}
+        assert forms == {"per tensor", "per channel", "per group", "GPTQ, per group"}
+    assert 5 < found["loss", "float32"].value < 6

@@ -1,0 +1,203 @@
+"""What rounding costs in quality: a byte GPT and a small conv net, trained here, several seeds, each form of quantization.
+
+Everything is the difference to the same model in float32, on text and pictures that were held out. A figure is the mean over the
+seeds, its low and high the smallest and the largest of them; where seeds disagree about an order, the spread shows it. Outlier
+channels are put in by an exactly function-preserving rescale, since real ones appear only in models of billions of parameters.
+
+    excess = loss(quantised) - loss(float32)   in nats a byte;      points = accuracy(quantised) - accuracy(float32)
+
+Reference: GPTQ (arXiv:2210.17323), SmoothQuant (arXiv:2211.10438), LLM.int8() (arXiv:2208.07339), LSQ (arXiv:1902.08153).
+"""
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from ..nn import text
+from ..nn.gpt import GPT, GPTConfig
+from ..nn.optim import AdamW
+from ..numerics import digits as pictures
+from ..numerics.convert import convert, watch_inputs
+from ..numerics.fold import fold_model
+from ..numerics.gptq import gptq, hessian
+from ..numerics.int8 import FakeLinear, Int8Linear
+from ..numerics.int8_training import int8_training
+from ..numerics.kv_cache import rounded_core
+from ..numerics.outliers import DecomposedLinear, inject, readers
+from ..numerics.qat import prepare_qat
+from ..numerics.quantize import quantize, zero_share
+from ..numerics.smooth import migrate
+from .record import Row
+
+__all__ = [
+    "Study",
+    "calibration",
+    "describe",
+    "excess",
+    "injected",
+    "of_digits",
+    "of_gpt",
+    "rows",
+    "summary",
+    "train",
+    "weights_only",
+]
+
+describe = "quality of quantised models (a GPT on text, a conv net on digits), trained here with several seeds"
+CHANNELS, FACTOR = (5, 40), 256.0  # of 64 channels
+
+
+class Study:
+    """Sizes of the study. Defaults: what `python -m fourwalls.bench quantize` records; a notebook or a test takes less."""
+
+    def __init__(self, *, width=64, layers=2, length=32, batch=8, steps=2400, lr=1e-2, more=300, windows=256, group=16):
+        self.config = partial(GPTConfig, width=width, layers=layers, length=length, heads=4)
+        self.length, self.batch, self.steps, self.lr = length, batch, steps, lr
+        self.more, self.windows, self.group = more, windows, group
+
+    def held_out(self):
+        return text.batch(5, 0, batch=self.windows, length=self.length, split="held-out")
+
+
+def train(model: GPT, study: Study, seed: int, *, steps: int, lr: float, first: int = 0) -> GPT:
+    """`steps` steps of AdamW, batches first, first + 1, ... of the training text; the rate rises, then falls to nearly 0."""
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(steps):
+        x, y = text.batch(seed, first + step, batch=study.batch, length=study.length)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / 20) * (1 - 0.98 * step / steps)
+        optimizer.zero_grad()
+        GPT.loss(model, x, y).backward()
+        optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def loss(model: GPT, study: Study) -> float:
+    """Nats a byte on the held-out text."""
+    return float(model.loss(*study.held_out()))
+
+
+def excess(model: GPT, study: Study, base: float, make: Callable | None = None, **options) -> float:
+    """Loss of the model, with its linear layers replaced by `make`, beyond `base`."""
+    return loss(model if make is None else convert(model, make, **options), study) - base
+
+
+def calibration(model: GPT, study: Study, batches: int = 4) -> dict[str, torch.Tensor]:
+    """The inputs of every linear layer on a few batches of the training text."""
+    return watch_inputs(model, [text.batch(9, i, batch=32, length=study.length)[0] for i in range(batches)])
+
+
+def weights_only(model: GPT, study: Study, base: float, inputs: dict, bits: int) -> dict[str, float]:
+    """Excess with weights of `bits` bits: rounded per tensor, per channel, per group, and by GPTQ with the same groups."""
+    forms = {"per tensor": {"w_axis": None}, "per channel": {"w_axis": 0}, "per group": {"w_group": study.group}}
+    found = {
+        name: excess(model, study, base, lambda layer, how=how: FakeLinear(layer, w_bits=bits, x_bits=None, **how))
+        for name, how in forms.items()
+    }
+
+    def solved(layer, name):
+        return FakeLinear(layer, x_bits=None, weight=gptq(layer.weight, hessian(inputs[name]), bits, group=study.group))
+
+    return found | {"GPTQ, per group": excess(model, study, base, solved, named=True)}
+
+
+def injected(model: GPT, study: Study, base: float) -> tuple[dict[str, float], dict[str, float]]:
+    """(excess, share of inputs rounded to zero) of a model with outlier channels, for each way to round the inputs of 8 bits."""
+    model = inject(copy.deepcopy(model), [c * model.config.width // 64 for c in CHANNELS], FACTOR)
+    inputs = calibration(model, study)
+    wide = {name: x for name, x in inputs.items() if name.endswith(("query", "key", "value", "up"))}
+    found, lost = {"float32": excess(model, study, base)}, {}
+    for name, axis in (("per tensor", None), ("per token", 0), ("per channel", 1)):
+        found[name] = excess(model, study, base, lambda layer, axis=axis: FakeLinear(layer, w_bits=None, x_axis=axis))
+        lost[name] = statistics.mean(zero_share(x, quantize(x, 8, axis)) for x in wide.values())
+    found["decomposition"] = excess(model, study, base, DecomposedLinear)
+    for k, (norm, linears) in enumerate(readers(model)):
+        path = f"blocks.{k // 2}." + ("mlp.up" if k % 2 else "attention.query")
+        migrate(norm, linears, inputs[path].abs().amax(0))
+    found["SmoothQuant"] = excess(model, study, base, convert_per_tensor)
+    return found, lost
+
+
+def convert_per_tensor(layer):
+    return FakeLinear(layer, x_axis=None)
+
+
+def of_gpt(seed: int, study: Study, say: Callable[[str], None] = lambda text: None) -> dict[tuple[str, str], float]:
+    """{(what, form): figure} for one seed's GPT."""
+    say(f"quantize, GPT of seed {seed}: training")
+    model = train(GPT(study.config(seed=seed)), study, seed, steps=study.steps, lr=study.lr)
+    base = loss(model, study)
+    found = {("loss", "float32"): base}
+    say(f"quantize, GPT of seed {seed}: rounding")
+    found["W8A8", "true int8"] = excess(model, study, base, Int8Linear.of)
+    found["W8A8", "fake"] = excess(model, study, base, FakeLinear)
+    inputs = calibration(model, study)
+    for bits in (3, 4):
+        found |= {(f"weights of {bits} bits", k): v for k, v in weights_only(model, study, base, inputs, bits).items()}
+    spoilt, lost = injected(model, study, base)
+    found |= {("outliers", name): value for name, value in spoilt.items()}
+    found |= {("rounded to zero", name): value for name, value in lost.items()}
+    cached = copy.deepcopy(model)
+    for block in cached.blocks:
+        block.attention.core = rounded_core
+    found["key-value cache", "int8"] = excess(cached, study, base)
+    say(f"quantize, GPT of seed {seed}: training with 3 bits")
+    found |= {("trained further", k): v for k, v in trained_further(model, study, seed, base).items()}
+    say(f"quantize, GPT of seed {seed}: training in int8")
+    start = GPT(study.config(seed=seed))
+    eighth = train(int8_training(start), study, seed, steps=study.steps // 6, lr=study.lr)
+    plain = train(start, study, seed, steps=study.steps // 6, lr=study.lr)
+    found["int8 training", "int8"] = loss(eighth, study) - loss(plain, study)
+    return found
+
+
+def trained_further(model: GPT, study: Study, seed: int, base: float, *, bits: int = 3) -> dict[str, float]:
+    """Excess beyond float32 trained for the same further steps: rounded per tensor without training, and trained rounded."""
+    same = {"steps": study.more, "lr": study.lr / 10, "first": study.steps}
+    further = train(copy.deepcopy(model), study, seed, **same)
+    fair = loss(further, study)
+    rounded = excess(further, study, fair, lambda layer: FakeLinear(layer, w_bits=bits, w_axis=None, x_bits=None))
+    aware = train(prepare_qat(model, bits, None), study, seed, **same)
+    return {"float32": fair - base, f"rounded to {bits} bits": rounded, f"trained at {bits} bits": loss(aware, study) - fair}
+
+
+def of_digits(seed: int, steps: int = 150) -> dict[tuple[str, str], float]:
+    """{(what, form): figure} for one seed's conv net, batch norms folded."""
+    net = fold_model(pictures.train_digits(pictures.digits_net(seed), steps=steps, seed=seed)).eval()
+    base = pictures.accuracy(net)
+    found = {("accuracy", "float32"): base}
+    found["W8A8 points", "true int8"] = pictures.accuracy(convert(net, Int8Linear.of)) - base
+    for bits in (8, 4, 3, 2):
+        for name, axis in (("per tensor", None), ("per channel", 0)):
+            rounded = convert(net, lambda layer, b=bits, a=axis: FakeLinear(layer, w_bits=b, w_axis=a, x_bits=None))
+            found[f"weights of {bits} bits, points", name] = pictures.accuracy(rounded) - base
+    return found
+
+
+def rows(
+    options, say: Callable[[str], None] = lambda text: None, *, study: Study | None = None, seeds=(1, 2, 3)
+) -> Iterator[Row]:
+    """One row for each (model, what, form): the mean over the seeds, the smallest and the largest."""
+    study = study or Study()
+    for name, measure in (("digits", of_digits), ("gpt", lambda seed: of_gpt(seed, study, say))):
+        yield from summary(name, [measure(seed) for seed in seeds])
+
+
+def summary(model: str, runs: list[dict]) -> Iterator[Row]:
+    """One row for each (what, form) of `of_gpt` or `of_digits` over several seeds."""
+    for what, form in runs[0]:
+        values = [run[what, form] for run in runs]
+        yield Row(
+            benchmark="quantize",
+            case={"model": model, "what": what, "form": form, "seeds": len(runs)},
+            metric=what if what in ("loss", "accuracy", "rounded to zero") else "excess",
+            value=statistics.mean(values),
+            unit="" if what == "rounded to zero" else "%" if model == "digits" else "nat",
+            low=min(values),
+            high=max(values),
+            machine={"text": text.fingerprint()},
+        )
