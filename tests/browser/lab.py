@@ -177,6 +177,23 @@ def choose(select, index=None):
     select.select_option(index=index)
 
 
+REDRAW = """
+([control, stage, value]) => new Promise((resolve) => {
+  const begin = performance.now();
+  const seen = new MutationObserver(() => { seen.disconnect(); resolve(performance.now() - begin); });
+  seen.observe(stage, { childList: true, subtree: true });
+  control.value = value;
+  control.dispatchEvent(new Event("change", { bubbles: true }));
+})
+"""
+
+
+def redraw_ms(control, widget, value):
+    """Milliseconds from a control's change until the widget's picture is another one: to the kernel, and back into the page."""
+    handles = [control.element_handle(), widget.locator(".fw-stage").element_handle(), value]
+    return round(control.page.evaluate(REDRAW, handles), 1)
+
+
 def drive_theatre(lab, widget):
     """The message theatre: every control, by mouse and by key, and the guess that unlocks Run."""
 
@@ -321,6 +338,10 @@ def drive_bubble(lab, widget):
     lab.screenshot("fw-bubble_filled")
     set_to(p="16", m="64")
     lab.screenshot("fw-bubble_16x64")
+    redraws = [redraw_ms(part("fw-link"), widget, str(k / 20)) for k in (1, 2, 3, 4, 5, 0)]
+    settled()
+    print(f"bubble explorer, 16 x 64: from a control to the changed page {sorted(redraws)[3]:.0f} ms (median of 6), {redraws}")
+    assert sorted(redraws)[3] < 1000, redraws  # 200 ms on a quiet machine
     set_to(p="4", slow="2", schedule="1f1b")
     assert "Goal reached" in part("fw-goal").inner_text()
 
@@ -380,10 +401,125 @@ def drive_editor(lab, widget):
     assert "27 slots" in part("fw-words").inner_text() and "Goal reached" in part("fw-goal").inner_text()
 
 
+def drive_memory(lab, widget):
+    """The memory explorer: a guess unlocks it, presets and switches by mouse and key, what cannot be is said, the four goals."""
+
+    def part(name):
+        return widget.get_by_test_id(name)
+
+    def settled():
+        wait_until(lab, lambda: widget.get_attribute("aria-busy") is None, "no answer from the kernel")
+
+    def act(do, what):
+        changed(lab, widget, do, what)
+        settled()
+
+    def set_to(**values):
+        for name, value in values.items():
+            act(lambda name=name, value=value: part(f"fw-{name}").select_option(value), name)
+
+    names = ("preset", "model", "card", "batch", "b", "s", "t", "p", "d", "zero", "sequence", "recompute", "precision")
+    names += ("schedule", "v", "attention", "kv", "gated", "pin", "next")
+    assert all(part(f"fw-{name}").is_disabled() for name in names), "open before a guess"
+    assert widget.locator(".fw-part").count() >= 8 and widget.locator(".fw-limit").count() == 1
+    act(part("fw-answer-a").click, "a wrong answer")
+    assert part("fw-words").inner_text().startswith("No: sequence parallelism") and "Not yet" in part("fw-goal").inner_text()
+    assert part("fw-old").count() == 8, "the bars before are not kept as outlines"
+    for key, said in (("c", "Right: ZeRO 1"), ("c", "Right: micro-batch 2")):
+        act(lambda: part("fw-next").press("n"), "the key n")
+        assert part("fw-question").count() == 1 and part("fw-old").count() == 0
+        act(lambda key=key: part(f"fw-answer-{key}").press(key), "an answer by key")
+        assert part("fw-words").inner_text().startswith(said)
+    act(lambda: part("fw-preset").select_option("GPT-3 on 64 A100s"), "a preset")
+    act(lambda: part("fw-pin").press("p"), "the key p")
+    set_to(recompute="selective", sequence="gather again")
+    assert part("fw-old").count() == 8 and "2 of 4 goals" in part("fw-goal").inner_text()
+    lab.screenshot("fw-memory_gpt3")
+    set_to(schedule="interleaved")
+    assert part("fw-v").is_enabled()
+    set_to(v="3", sequence="keep", gated="true", precision="fp32", attention="tiled")
+    set_to(model="22B", kv="8", t="2", p="16", d="2", zero="2", s="4096", batch="128", b="2", card="H100")
+    lab.screenshot("fw-memory_many")
+    set_to(t="16")
+    assert "nearest legal" in part("fw-error").inner_text(), "kv_heads 8 cannot be shared by 16"
+    act(lambda: part("fw-preset").select_option("1T on 512 A100s"), "a preset of 64 stages")
+    lab.screenshot("fw-memory_64stages")
+    act(lambda: part("fw-preset").select_option("BERT-Large on 16 GB"), "BERT")
+    set_to(batch="16", b="16", attention="tiled")
+    act(lambda: part("fw-preset").select_option("ZeRO's 7.5B on 64 ranks"), "ZeRO")
+    set_to(attention="tiled", zero="2")
+    assert "Goal reached" in part("fw-goal").inner_text()
+
+
+def drive_rounding(lab, widget):
+    """The rounding bench: a guess unlocks it, every control by mouse and key, the loss on release, the ghost, the goals."""
+
+    def part(name):
+        return widget.get_by_test_id(name)
+
+    def settled():
+        wait_until(lab, lambda: widget.get_attribute("aria-busy") is None, "no answer from the kernel")
+
+    def act(do, what):
+        changed(lab, widget, do, what)
+        settled()
+
+    def set_to(**values):
+        for name, value in values.items():
+            if part(f"fw-{name}").input_value() != value:
+                act(lambda name=name, value=value: part(f"fw-{name}").select_option(value), name)
+
+    def drag(power):
+        """As a hand does: input events on the way, one change at the end."""
+        events = "for (const kind of ['input', 'change']) node.dispatchEvent(new Event(kind))"
+        steps = f"(node, value) => {{ node.value = value; {events} }}"
+        act(lambda: part("fw-scale").evaluate(steps, str(round(4 * power))), f"scale 2^{power}")
+        assert f"scale 2^{power:g}" in part("fw-words").inner_text()
+
+    def goals():
+        return int(part("fw-goal").inner_text().rpartition(" of 4 goals")[0].rpartition("(")[2])
+
+    names = ("tensor", "format", "split", "scale", "pin", "next")
+    assert all(part(f"fw-{name}").is_disabled() for name in names), "open before a guess"
+    assert part("fw-ticks").count() == 0 and widget.locator(".fw-bin").count() > 10, "ticks before a guess, or no histogram"
+    act(part("fw-answer-a").click, "a wrong answer")
+    assert part("fw-words").inner_text().startswith("No, not") and "Not yet" in part("fw-goal").inner_text()
+    assert part("fw-ticks").count() == 1
+    for _ in range(2):
+        act(lambda: part("fw-next").press("n"), "the key n")
+        assert part("fw-question").count() == 1 and part("fw-ticks").count() == 0
+        act(lambda: part("fw-answer-c").press("c"), "an answer by key")
+        assert part("fw-words").inner_text().startswith("Right"), part("fw-words").inner_text()
+    act(lambda: part("fw-pin").press("p"), "the key p")
+    set_to(split="group", format="int4")
+    lab.screenshot("fw-rounding_groups")
+    set_to(tensor="gradient", format="fp8_e5m2", split="tensor")
+    drag(0)
+    act(lambda: part("fw-scale").press("ArrowRight"), "the scale by key")
+    assert "scale 2^0.25" in part("fw-words").inner_text() and goals() == 1, "the outlier's goal alone"
+    act(part("fw-pin").click, "Pin")
+    drag(4)
+    assert part("fw-old").count() == 1, "where zero began is not kept"
+    for power in range(10, 30):
+        if goals() < 2:
+            drag(power)
+    assert goals() == 2, "no scale fits the gradient into fp8"
+    lab.screenshot("fw-rounding_scaled")
+    set_to(tensor="weights", format="int4")
+    for power in range(-4, 40):
+        if "Goal reached" not in part("fw-goal").inner_text():
+            drag(power / 4)
+    assert "Loss of the model" in part("fw-words").inner_text()
+    lab.screenshot("fw-rounding_int4")
+    assert "Goal reached" in part("fw-goal").inner_text(), part("fw-goal").inner_text()
+
+
 widget_drivers = {
     "fw-bubble": drive_bubble,
     "fw-buckets": drive_buckets,
     "fw-editor": drive_editor,
     "fw-explorer": drive_explorer,
+    "fw-memory": drive_memory,
+    "fw-rounding": drive_rounding,
     "fw-theatre": drive_theatre,
 }

@@ -47,6 +47,10 @@ def test_a_reader_guesses_and_uses_every_widget(lab, name):
         widget.scroll_into_view_if_needed()
         widget_drivers[kind](lab, widget)
         lab.screenshot(f"{name[:-6]}_{kind}_{i}")
+        lab.page.set_viewport_size({"width": 640, "height": 1000})  # what a screen of 1280 shows at 200%
+        assert widget.locator(".fw-stage").is_visible() and widget.locator(".fw-words").is_visible()
+        lab.screenshot(f"{name[:-6]}_{kind}_{i}_200")
+        lab.page.set_viewport_size({"width": 1280, "height": 1000})
     lab.screenshot(name[:-6])
     assert errors_of(lab) == []
     assert lab.console_errors == []

@@ -55,7 +55,7 @@ def small():
 
 PLACES = {
     "a cell": lambda nb: nb["cells"].append({"cell_type": "code", "metadata": {}, "source": SECRET, "outputs": []}),
-    "a cell in pieces": lambda nb: nb["cells"].append({"cell_type": "code", "metadata": {}, "source": [SECRET[:30], SECRET[30:]]}),
+    "a cell in pieces": lambda nb: nb["cells"].append({"cell_type": "raw", "metadata": {}, "source": [SECRET[:30], SECRET[30:]]}),
     "with other spaces": lambda nb: nb["cells"][0].update(source=re.sub(" ", "  ", SECRET)),
     "an output": lambda nb: nb["cells"][1].update(outputs=[{"output_type": "stream", "text": [SECRET]}]),
     "a traceback": lambda nb: nb["cells"][1].update(outputs=[{"output_type": "error", "traceback": [f"-> {SECRET}"]}]),

@@ -23,15 +23,18 @@ _WHERE = {
     "predict": "course.predict",
     "keep": "course.keep",
     "kept": "course.keep",
+    "lab": "course.lab",
     "progress": "course.progress",
     "reset": "course.home",
     "theatre": "course.theatre",
     "explorer": "course.explorer",
     "bucket_explorer": "course.bucket_explorer",
+    "memory_explorer": "viz.memory_explorer",
     "bubble_explorer": "course.pipeline_widgets",
+    "rounding_bench": "course.rounding_bench",
     "schedule_editor": "course.pipeline_widgets",
 }
-_PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "parallel", "ranks", "viz")
+_PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "numerics", "parallel", "plan", "ranks", "viz")
 
 __all__ = [*_WHERE, *_PACKAGES]
 
