@@ -34,7 +34,7 @@ _WHERE = {
     "rounding_bench": "course.rounding_bench",
     "schedule_editor": "course.pipeline_widgets",
 }
-_PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "numerics", "parallel", "plan", "ranks", "viz")
+_PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "numerics", "parallel", "plan", "ranks", "train", "viz")
 
 __all__ = [*_WHERE, *_PACKAGES]
 
