@@ -1,5 +1,6 @@
 """Each collective beside torch's own on tiny sizes: the rows, wrong results counted, the best of ours, and torchrun."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from types import SimpleNamespace
@@ -94,6 +95,18 @@ def test_all_reduce_shows_the_copy_limit_and_the_best_of_ours():
     chosen = times.pop(best.case["fastest"])
     assert asdict(best) == asdict(chosen) | {"metric": "best_of_ours", "case": best.case}
     assert best.time_ratio <= min(row.time_ratio for row in times.values())
+
+
+@pytest.mark.parametrize(("ours", "believed"), [(0.6, True), (0.4, False)])
+def test_i22_a_reduction_faster_than_copying_could_be_is_not_believed(ours, believed):
+    """Somebody who reads the clock before the result is there would be twice as fast as the memory."""
+    module = bench.load("all-reduce")
+    values = [{"ours": [ours] * 7, "theirs": [1.0] * 7, "shared": True, "wrong": 0}] * 2
+    ranks = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(values=values, backend="gloo"))
+    case = {"algorithm": "shared_memory", "bytes": 4096}
+    with nullcontext() if believed else pytest.warns(RuntimeWarning, match="wait for the result"):
+        (row,) = module._copy_limit(ranks, case, pairs=7)
+    assert row.ok is believed
 
 
 def test_the_slowest_rank_counts_in_each_pair():

@@ -18,7 +18,7 @@ import torch
 from ..collectives import get_algorithm
 from .beside import Work, measure, pair_times, rows_beside
 from .record import Row
-from .timer import spread, time_ratio
+from .timer import check_plausible, spread, time_ratio
 
 __all__ = ["describe", "job", "rows"]
 
@@ -73,6 +73,8 @@ def _copy_limit(open_ranks, case: dict, *, pairs: int) -> Iterator[Row]:
         return
     ours, copying = pair_times(run)
     share, ratio = spread(c / o for o, c in zip(ours, copying, strict=True)), time_ratio(ours, copying)
+    fastest = 2 * case["bytes"] / spread(copying).value  # twice what copying reached: nothing that reduces can be faster
+    believed = check_plausible(spread(ours).value, bytes=case["bytes"], peak_bandwidth=fastest, what="the reduction")
     yield Row(
         benchmark="all-reduce",
         case=case,
@@ -86,7 +88,7 @@ def _copy_limit(open_ranks, case: dict, *, pairs: int) -> Iterator[Row]:
         time_ratio=ratio.value,
         time_ratio_low=ratio.low,
         time_ratio_high=ratio.high,
-        ok=not any(value["wrong"] for value in run.values),
+        ok=believed and not any(value["wrong"] for value in run.values),
         machine={"backend": run.backend},
     )
 
