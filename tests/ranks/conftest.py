@@ -1,6 +1,7 @@
 """What every run must leave behind: nothing."""
 
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -37,3 +38,11 @@ def nothing_left(tmp_path, monkeypatch):
     assert not (({p.name for p in shared.iterdir()} if shared.is_dir() else set()) - names)
     assert set(tmp_path.iterdir()) == files
     assert psutil.Process().num_fds() <= opened + 2  # a fork server, started by the first test, is one socket and one pipe
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts():
+    """A shell that starts tests in the background lets them ignore SIGINT; what is tested here is that it is heard."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
