@@ -2,7 +2,7 @@
 
 Solutions stand between markers in the source (nbgrader's own) and are replaced; outputs, attachments and foreign metadata are
 dropped; the class's twist is written into the one cell that asks for it. The proof looks for what must not be there in the whole
-text of the copy, however it is hidden: lines of solutions, of the checks, and of the mutants' reference.
+text of the copy: lines of solutions and of the checks, whatever their spaces, and inside base64 too.
 
     released = given cells + stubs + test cells,     leaks = lines of solutions or checks found anywhere in it
 

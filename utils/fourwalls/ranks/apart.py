@@ -178,7 +178,6 @@ _LOADERS = {
     "import": _import,
     "pickle": _load_pickle,
     "cells": _load_cells,
-    "names": lambda names: sorted(name for name in names if name),
 }
 
 

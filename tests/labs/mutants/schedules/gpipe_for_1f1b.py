@@ -1,7 +1,5 @@
 """aimed at: one_f_one_b: cost. As fast, and holds m."""
 
-_plain = lab.reference
-
 
 def one_f_one_b(p, m):
     stages = range(p)[::-1] if lab.reference["reverse"] else range(p)
