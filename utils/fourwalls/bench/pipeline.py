@@ -7,7 +7,7 @@ torch.distributed.pipelining in one process group; gradients are compared with i
     bubble of total = 1 - work / (ranks x makespan)        error = measured - simulated, in percentage points
 
 With them, two checks of the tool itself: how far measured and simulated bubbles are apart, in points, and the simulator's seconds
-for more and more actions. `--ranks 8` runs the paced case of all schedules in about four minutes; `--algorithms` takes fewer.
+for more and more actions. `--ranks 8` runs the paced case of all schedules in about eight minutes on 2 cores; `--algorithms` takes fewer.
 
 Reference: torch.distributed.pipelining, `ScheduleGPipe`, `Schedule1F1B`.
 """
@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from ..cost.machine import allowed_cores
 from ..nn.gpt import Block, GPTConfig
 from ..parallel.pipeline import interleaved, schedules, v_shape, zero_bubble
 from ..parallel.pipeline.actions import Schedule, placement
@@ -46,7 +47,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "dualpipe-v": v_shape.dualpipe_v,
 }
 THEIRS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-PACE = 0.03  # seconds of F, I and W of one stage and micro-batch
+PACE = 0.03  # least seconds of F, I and W of one stage and micro-batch
 WIDTH, LENGTH, ROWS, BLOCKS, MICROBATCHES = 256, 64, 2, 8, 8
 MESSAGE_BYTES = 64 * 2**10
 
@@ -73,9 +74,14 @@ def rows(options, say: Callable[[str], None] = lambda text: None, *, repeats: in
 
 
 # --- paced ------------------------------------------------------------------------------------------------------------
-def paced_times(link: float = 0.0) -> Times:
-    """F, I and W of PACE seconds each, on every stage; link: seconds of a message."""
-    return Times(forward=PACE, input=PACE, weight=PACE, link=link)
+def pace_of(ranks: int) -> float:
+    """Seconds of an action: PACE for two ranks a core, more in proportion where more share one (their messages take turns)."""
+    return PACE * max(1.0, ranks / (2 * allowed_cores()))
+
+
+def paced_times(link: float = 0.0, *, pace: float = PACE) -> Times:
+    """F, I and W of `pace` seconds each, on every stage; link: seconds of a message."""
+    return Times(forward=pace, input=pace, weight=pace, link=link)
 
 
 def ping(comm, repeats: int = 21) -> list[float]:
@@ -108,7 +114,8 @@ def paced(comm, schedule: Schedule, times: Times, count: int) -> float:
 def _paced_rows(open_ranks, name: str, ranks: int, count: int, link: float, repeats: int) -> Iterator[Row]:
     """The measured bubble, and by how many points it is above the simulated one."""
     schedule = SCHEDULES[name](ranks, count)
-    times = paced_times(link)
+    pace = pace_of(ranks)
+    times = paced_times(link, pace=pace)
     modelled = simulate(schedule, times)
     bubbles = []
     for _ in range(repeats + 1):  # the first warms up
@@ -117,7 +124,7 @@ def _paced_rows(open_ranks, name: str, ranks: int, count: int, link: float, repe
         makespan = max(e.end for e in work) - min(e.start for e in work)
         bubbles.append(1 - sum(modelled.work) * 1e12 / (ranks * makespan))
     found = spread(bubbles[1:])
-    case = {"schedule": name, "ranks": ranks, "microbatches": count, "pace": PACE, "bytes": MESSAGE_BYTES, "link": link}
+    case = {"schedule": name, "ranks": ranks, "microbatches": count, "pace": pace, "bytes": MESSAGE_BYTES, "link": link}
     yield Row(
         benchmark="pipeline",
         case=case,
