@@ -7,7 +7,8 @@ torch.distributed.pipelining in one process group; gradients are compared with i
     bubble of total = 1 - work / (ranks x makespan)        error = measured - simulated, in percentage points
 
 With them, two checks of the tool itself: how far measured and simulated bubbles are apart, in points, and the simulator's seconds
-for more and more actions. `--ranks 8` runs the paced case of all schedules in about eight minutes on 2 cores; `--algorithms` takes fewer.
+for more and more actions. `--ranks 8` takes about eight minutes on 2 cores; `--algorithms`
+takes fewer schedules.
 
 Reference: torch.distributed.pipelining, `ScheduleGPipe`, `Schedule1F1B`.
 """
