@@ -283,7 +283,7 @@ def test_a_shelf_refuses(tmp_path):
     with pytest.raises(ValueError, match="'c' is"):
         shelf.publish({"a": torch.zeros(3), "b": torch.tensor(1), "c": torch.zeros(1)})
     assert shelf.version == 1
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="no shelf at .*Shelf.create"):
         Shelf.open(tmp_path / "none", patience=0.01)
     (tmp_path / "other").write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match="other is not a shelf"):

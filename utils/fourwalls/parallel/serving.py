@@ -97,6 +97,9 @@ class Shelf:
         deadline = time.monotonic() + patience
         while not Path(path).exists() and time.monotonic() < deadline:
             time.sleep(0.002)
+        if not Path(path).exists():
+            waited = f" after {patience:g} s" if patience else ""
+            raise FileNotFoundError(f"no shelf at {Path(path).name}{waited}: the training side makes it with Shelf.create(path, tensors)")
         return cls(path)
 
     # --- writing ---------------------------------------------------------------------------------------------------
