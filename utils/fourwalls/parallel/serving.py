@@ -99,7 +99,7 @@ class Shelf:
             time.sleep(0.002)
         if not Path(path).exists():
             waited = f" after {patience:g} s" if patience else ""
-            raise FileNotFoundError(f"no shelf at {Path(path).name}{waited}: the training side makes it with Shelf.create(path, tensors)")
+            raise FileNotFoundError(f"no shelf at {Path(path).name}{waited}; Shelf.create(path, tensors) makes it")
         return cls(path)
 
     # --- writing ---------------------------------------------------------------------------------------------------
