@@ -78,10 +78,10 @@ def test_the_set_up_package_needs_only_the_standard_library():
         (["lab", "--", "--ip=0.0.0.0"], [("ensure", ["lab"], None, False), ("lab", None, False, ["--ip=0.0.0.0"])]),
         (["--torch", "cuda", "--yes", "setup"], [("ensure", ["lab"], "cuda", True), ("setup",)]),
         (["check"], [("ensure", ["lab"], None, False), ("check",)]),
-        (["test"], [("ensure", ["lab", "test", "dev"], None, False), ("test", [], [])]),
-        (["test", "--only", "lint,unit"], [("ensure", ["lab", "test", "dev"], None, False), ("test", ["lint", "unit"], [])]),
-        (["test", "-k", "ring", "-x"], [("ensure", ["lab", "test", "dev"], None, False), ("test", [], ["-k", "ring", "-x"])]),
-        (["test", "tests/ranks"], [("ensure", ["lab", "test", "dev"], None, False), ("test", [], ["tests/ranks"])]),
+        (["test"], [("ensure", ["lab", "test", "dev", "grade"], None, False), ("test", [], [])]),
+        (["test", "--only", "lint,unit"], [("ensure", ["lab", "test", "dev", "grade"], None, False), ("test", ["lint", "unit"], [])]),
+        (["test", "-k", "ring", "-x"], [("ensure", ["lab", "test", "dev", "grade"], None, False), ("test", [], ["-k", "ring", "-x"])]),
+        (["test", "tests/ranks"], [("ensure", ["lab", "test", "dev", "grade"], None, False), ("test", [], ["tests/ranks"])]),
     ],
 )
 def test_what_a_command_line_does(calls, words, does):
@@ -126,10 +126,11 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
 
 
 def tree(folder):
-    """A checkout small enough to set nothing up: start.py, the set-up package, place.py and one notebook."""
+    """A checkout small enough to set nothing up: start.py, the set-up package, place.py with release.py, and one notebook."""
     for path in [
         "start.py",
         "utils/fourwalls/course/place.py",
+        "utils/fourwalls/course/release.py",
         *(f"utils/fourwalls_start/{p.name}" for p in (ROOT / "utils/fourwalls_start").glob("*.py")),
     ]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def test_reset_needs_no_set_up(tmp_path):
 def test_help_names_every_command():
     done = run(ROOT, "--help")
     assert done.returncode == 0
-    assert all(f"start.py {name}" in done.stdout for name in ("test", "setup", "check", "reset NOTEBOOK"))
+    assert all(f"start.py {name}" in done.stdout for name in ("test", "setup", "check", "reset NOTEBOOK", "grade DIR"))
 
 
 def test_lab_hands_over_to_jupyterlab(tmp_path, monkeypatch, capsys):
@@ -184,6 +185,7 @@ def test_lab_hands_over_to_jupyterlab(tmp_path, monkeypatch, capsys):
     assert command[-1] == "--ip=::1"
     assert [word for word in command if word in ("--no-browser", "--port", "9")] == ["--no-browser", "--port", "9"]
     assert env["VIRTUAL_ENV"] == str(tmp_path / ".venv")
+    assert env["JUPYTER_CONFIG_PATH"].split(os.pathsep)[0] == str(tmp_path / "utils" / "fourwalls_start" / "jupyter")
     assert "my/: 1 new" in capsys.readouterr().out
     commands.main([], tmp_path)
     assert "--LabApp.default_url=/lab/tree/00_four_walls.ipynb" not in seen[1][1]

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -192,3 +195,58 @@ def test_progress_that_cannot_be_read_does_not_stop_a_reset(root, text):
     path.write_text(text)
     place.reset(root, "03")
     assert path.read_text() == text, "progress.py puts it aside when it is next read"
+
+
+@pytest.fixture
+def with_lab(root):
+    folder = root / "labs" / "source" / "ring"
+    folder.mkdir(parents=True)
+    solution = "def shift(comm, x):\n    ### BEGIN SOLUTION\n    return the_answer(comm, x)\n    ### END SOLUTION\n"
+    book = json.loads(notebook(solution, "lab.check(shift)"))
+    ids = ({"grade_id": "shift", "solution": True}, {"grade_id": "check-shift", "grade": True, "points": 4})
+    for cell, mark in zip(book["cells"][1:], ids, strict=True):
+        cell["metadata"] = {"nbgrader": mark}
+    (folder / "ring.ipynb").write_text(json.dumps(book))
+    (folder / "notes.ipynb").write_text(notebook("not a lab"))
+    return root
+
+
+def test_a_lab_is_given_without_its_solution(with_lab):
+    done = place.prepare(with_lab)
+    assert done.new == ["00_walls.ipynb", "03_ring.ipynb", "labs/ring.ipynb"]
+    text = (with_lab / "my" / "labs" / "ring.ipynb").read_text()
+    assert "the_answer" not in text and "the answer" not in text
+    assert "raise NotImplementedError()" in text and "lab.check(shift)" in text
+    assert place.prepare(with_lab).new == []
+
+
+def test_a_lab_that_was_worked_in_is_kept_and_reset_on_request(with_lab):
+    place.prepare(with_lab)
+    edit(with_lab, "my/labs/ring.ipynb", "raise NotImplementedError()", "return x")
+    edit(with_lab, "labs/source/ring/ring.ipynb", "def shift(comm, x)", "def shift(comm, given)")
+    done = place.prepare(with_lab)
+    assert done.kept == done.behind == ["labs/ring.ipynb"] and "return x" in (with_lab / "my/labs/ring.ipynb").read_text()
+    copy, kept = place.reset(with_lab, "ring")
+    assert copy == with_lab / "my/labs/ring.ipynb" and "given" in copy.read_text() and "the_answer" not in copy.read_text()
+    assert kept.parent == copy.parent and "return x" in kept.read_text()
+    assert place.prepare(with_lab) == place.Prepared()
+
+
+def test_a_lab_whose_solution_is_not_marked_is_not_given(with_lab):
+    edit(with_lab, "labs/source/ring/ring.ipynb", "### BEGIN SOLUTION", "# solution")
+    done = place.prepare(with_lab)
+    assert list(done.broken) == ["labs/ring.ipynb"] and not (with_lab / "my" / "labs").exists()
+
+
+def test_the_file_alone_finds_what_it_needs(with_lab):
+    """start.py loads it before anything is installed: neither torch nor the library may be touched."""
+    course = Path(place.__file__).parent
+    program = (
+        "import importlib.util as u, sys; sys.path = [p for p in sys.path if 'site-packages' not in p]\n"
+        f"spec = u.spec_from_file_location('alone', {str(course / 'place.py')!r}, submodule_search_locations=[{str(course)!r}])\n"
+        "module = u.module_from_spec(spec); sys.modules['alone'] = module; spec.loader.exec_module(module)\n"
+        f"print(module.prepare({str(with_lab)!r}).new); assert not {{'torch', 'fourwalls'}} & set(sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=30)
+    assert said.returncode == 0, said.stderr
+    assert "labs/ring.ipynb" in said.stdout

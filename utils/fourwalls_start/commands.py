@@ -18,12 +18,14 @@ from pathlib import Path
 from . import needs, parts
 from .environment import child_environment, venv_python
 from .install import ensure, read_stamp
+from .progress import running
 
 __all__ = ["main", "parse"]
 
-GROUPS = {"test": ["lab", "test", "dev"]}  # what a command needs besides the library's own packages; all others: ["lab"]
-COMMANDS = ("lab", "setup", "check", "test", "reset", "labs", "mutants")
-TEACHING = ("labs", "mutants")  # carried out by fourwalls.course, which needs what is installed
+# What a command needs besides the library's own packages; all others: ["lab"].
+GROUPS = {"test": ["lab", "test", "dev", "grade"], "grade": ["lab", "grade"]}
+COMMANDS = ("lab", "setup", "check", "test", "reset", "labs", "mutants", "grade")
+TEACHING = ("labs", "mutants", "grade")  # carried out by fourwalls.course, which needs what is installed
 
 
 def main(argv: list[str], root: Path, description: str = "") -> int:
@@ -37,8 +39,7 @@ def main(argv: list[str], root: Path, description: str = "") -> int:
         if options.command == "test":
             return parts.run_parts(root, [word for word in (options.only or "").split(",") if word], options.extra)
         if options.command in TEACHING:
-            command = [str(venv_python(root)), "-m", "fourwalls.course", options.command, *options.extra]
-            return subprocess.call(command, env=_environment(root), cwd=root)
+            return _teach(root, options)
         return {"lab": _lab, "setup": _setup, "check": _check}[options.command](root, options)
     except needs.Stop as stop:
         sys.stdout.flush()
@@ -74,6 +75,8 @@ def parse(argv: list[str], description: str = "") -> argparse.Namespace:
 def _lab(root: Path, options: argparse.Namespace) -> int:
     done = _prepare(root)
     env = _environment(root)
+    without = str(root / "utils" / "fourwalls_start" / "jupyter")  # what only teachers need is switched off there
+    env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [without, env.get("JUPYTER_CONFIG_PATH", "")]))
     command = [str(venv_python(root)), "-m", "jupyterlab", f"--ServerApp.root_dir={root / 'my'}", "--ServerApp.answer_yes=True"]
     command += ["--log-level=WARN", "--LabApp.extension_manager=readonly"]  # the address and troubles; no look-ups in an index
     if "00_four_walls.ipynb" in done.new:
@@ -109,8 +112,17 @@ def _reset(root: Path, names: list[str]) -> int:
         copy, kept = _place(root).reset(root, names[0])
     except (ValueError, OSError) as error:
         raise needs.Stop(f"{error}.", "python3 start.py reset NAME") from None
-    print(f"my/{copy.name} is fresh.{f' Yours is kept as my/{kept.name}.' if kept else ''}")
+    below = copy.parent.relative_to(root).as_posix()
+    print(f"{below}/{copy.name} is fresh.{f' Yours is kept as {below}/{kept.name}.' if kept else ''}")
     return 0
+
+
+def _teach(root: Path, options: argparse.Namespace) -> int:
+    """A teacher's command. When it is interrupted it gets some seconds, in which grading writes its tables."""
+    here = ["--here", os.getcwd()] if options.command == "grade" else []
+    command = [str(venv_python(root)), "-m", "fourwalls.course", options.command, *here, *options.extra]
+    with running(command, env=_environment(root), cwd=root) as child:
+        return child.wait()
 
 
 def _prepare(root: Path):
@@ -123,15 +135,19 @@ def _prepare(root: Path):
     if news:
         print(f"my/: {', '.join(news)}" + (f", {len(done.kept)} with your work kept" if done.kept else ""))
     for name in done.behind:
-        print(f"my/{name}: yours is kept; there is a newer one (python3 start.py reset {name[:2]} gives it, and keeps yours too)")
+        word = Path(name).stem if "/" in name else name[:2]
+        print(f"my/{name}: yours is kept; there is a newer one (python3 start.py reset {word} gives it, and keeps yours too)")
     for name, reason in done.broken.items():
-        print(f"notebooks/{name}: left out, {reason}")
+        print(f"{'' if '/' in name else 'notebooks/'}{name}: left out, {reason}")
     return done
 
 
 def _place(root: Path):
-    """The library's `course/place.py`, alone: it needs nothing installed, while importing the library would need torch."""
-    spec = importlib.util.spec_from_file_location("fourwalls_place", root / "utils" / "fourwalls" / "course" / "place.py")
+    """The library's `course/place.py` and what stands beside it, alone: that needs nothing installed, the library needs torch."""
+    course = root / "utils" / "fourwalls" / "course"
+    spec = importlib.util.spec_from_file_location(
+        "fourwalls_place", course / "place.py", submodule_search_locations=[str(course)]
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

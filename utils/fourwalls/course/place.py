@@ -1,4 +1,5 @@
-"""The learner's own place: copies of the notebooks in `my/`, emptied of results, that no update ever overwrites.
+"""The learner's own place: copies of the notebooks in `my/` and of the labs in `my/labs/`, without results or solutions, that no
+update ever overwrites.
 
 A copy is given once. As long as nobody has worked in it, it follows the notebook it came from; from the first change on
 (a word, a run cell) it belongs to the learner and is kept, whatever happens upstream. What was given is remembered as a
@@ -20,6 +21,8 @@ import pathlib
 import tempfile
 import time
 from dataclasses import dataclass, field
+
+from .release import student_copy
 
 __all__ = ["Prepared", "alone", "cleared", "find", "fingerprint", "prepare", "reset"]
 
@@ -70,7 +73,8 @@ def fingerprint(text: str) -> str:
 
 
 def prepare(root: str | os.PathLike) -> Prepared:
-    """Give every notebook of `root/notebooks` a cleared copy in `root/my`, and say what was done.
+    """Give every notebook of `root/notebooks` a cleared copy in `root/my`, every lab of `root/labs/source` one without solutions
+    in `root/my/labs`, and say what was done.
 
     Missing copies are made, untouched ones follow their notebook, edited ones stay. Raises OSError where `my/` cannot be
     written although something has to be.
@@ -80,10 +84,10 @@ def prepare(root: str | os.PathLike) -> Prepared:
     place.mkdir(exist_ok=True)
     given = _read_record(place)
     before = dict(given)
-    for source in sorted((root / "notebooks").glob("*.ipynb")):
-        name, copy = source.name, place / source.name
+    for name, source in _books(root).items():
+        copy = place / name
         try:
-            text = cleared(source.read_text(encoding="utf-8"))
+            text = _given(source)
         except (ValueError, OSError) as error:
             done.broken[name] = str(error)
             continue
@@ -118,8 +122,8 @@ def reset(root: str | os.PathLike, name: str) -> tuple[pathlib.Path, pathlib.Pat
     """
     root = pathlib.Path(root)
     source = find(root, name)
-    place, text = root / "my", cleared(source.read_text(encoding="utf-8"))
-    copy, kept = place / source.name, None
+    place, text, given_as = root / "my", _given(source), next(key for key, book in _books(root).items() if book == source)
+    copy, kept = place / given_as, None
     if copy.exists() and fingerprint(copy.read_text(encoding="utf-8", errors="replace")) != fingerprint(text):
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H%M%S")
         kept = copy.with_name(f"{copy.stem}.kept_{stamp}.ipynb")
@@ -130,7 +134,7 @@ def reset(root: str | os.PathLike, name: str) -> tuple[pathlib.Path, pathlib.Pat
         os.replace(copy, kept)
     _write(copy, text)
     given = _read_record(place)
-    given[source.name] = fingerprint(text)
+    given[given_as] = fingerprint(text)
     _write(place / RECORD, json.dumps(given, indent=1, sort_keys=True) + "\n")
     _forget_guesses(place, source.stem.partition("_")[0] + "-")
     return copy, kept
@@ -169,8 +173,8 @@ def alone(path: str | os.PathLike):
 
 
 def find(root: str | os.PathLike, name: str) -> pathlib.Path:
-    """The notebook of `root/notebooks` that `name` means; see `reset` for what may be written."""
-    books = sorted((pathlib.Path(root) / "notebooks").glob("*.ipynb"))
+    """The notebook of `root/notebooks` or lab of `root/labs/source` that `name` means; see `reset` for what may be written."""
+    books = list(_books(pathlib.Path(root)).values())
     word = pathlib.PurePath(name).name
     word = word.removesuffix(".ipynb")
     exact = [book for book in books if book.stem == word]
@@ -183,6 +187,20 @@ def find(root: str | os.PathLike, name: str) -> pathlib.Path:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ValueError(f"no notebook named {name!r}; {hint}There are: {', '.join(names) or 'none'}")
+
+
+def _books(root: pathlib.Path) -> dict[str, pathlib.Path]:
+    """{name below my/: where it comes from}: the notebooks in order, then the labs."""
+    labs = sorted((root / "labs" / "source").glob("*/*.ipynb"))
+    return {book.name: book for book in sorted((root / "notebooks").glob("*.ipynb"))} | {
+        f"labs/{book.name}": book for book in labs if book.stem == book.parent.name
+    }
+
+
+def _given(source: pathlib.Path) -> str:
+    """The text of a learner's copy: a notebook's without results, a lab's without solutions too."""
+    text = source.read_text(encoding="utf-8")
+    return cleared(text if source.parent.name == "notebooks" else json.dumps(student_copy(_parse(text))))
 
 
 def _parse(text: str) -> dict:
