@@ -12,6 +12,7 @@ import torch
 import fourwalls as fw
 from fourwalls.collectives import autograd
 from fourwalls.cost.hardware import uniform
+from fourwalls.kernels import tile
 from fourwalls.nn.attention import attend
 from fourwalls.nn.gpt import GPT, GPTConfig
 from fourwalls.nn.init import draw
@@ -37,7 +38,11 @@ def planted(module, old, new, **names):
 
 def in_blocks(old, new):
     """The ring and the others, on blocks with a fault."""
-    blocks = planted(context_blocks, old, new)
+    if old in inspect.getsource(tile):
+        changed = planted(tile, old, new)
+        blocks = planted(context_blocks, "__all__", "__all__", **{name: getattr(changed, name) for name in tile.__all__})
+    else:
+        blocks = planted(context_blocks, old, new)
     names = {name: getattr(blocks, name) for name in ("Blocks", "RunningSoftmax", "attend_block", "block_gradients")}
     return planted(context_ring, "__all__", "__all__", **names).ring_attention
 
@@ -87,7 +92,7 @@ FAULTS = {  # name: (what makes it, what is wrong, what stays right)
     "only the last adds": (lambda: in_ring(ADD, "mine = summed"), "dv", ("output", "dq")),
     "last block never received": (lambda: in_ring(LOOP, LOOP.replace("comm.size)", "comm.size - 1)", 1)), "output", ()),
     "wrong direction": (lambda: in_ring(FORWARD, FORWARD.replace("rank - hop", "rank + hop")), "output", ()),
-    "delta forgotten": (lambda: in_blocks("dweights.sub_(delta[..., rows, :])", "dweights"), "dq", ("output", "dv")),
+    "delta forgotten": (lambda: in_blocks("dweights.sub_(delta)", "dweights"), "dq", ("output", "dv")),
     "scale forgotten in backward": (
         lambda: in_ring("dq = (dq / math.sqrt(q.shape[-1])).to(q.dtype)", "dq = dq.to(q.dtype)"),
         "dq", ("output", "dk", "dv")),

@@ -34,7 +34,9 @@ _WHERE = {
     "rounding_bench": "course.rounding_bench",
     "schedule_editor": "course.pipeline_widgets",
 }
-_PACKAGES = ("bench", "collectives", "cost", "course", "memory", "nn", "numerics", "parallel", "plan", "ranks", "train", "viz")
+_PACKAGES = (
+    "bench", "collectives", "cost", "course", "kernels", "memory", "nn", "numerics", "parallel", "plan", "ranks", "train", "viz",
+)  # fmt: skip
 
 __all__ = [*_WHERE, *_PACKAGES]
 

@@ -26,6 +26,8 @@ BENCHMARKS = {
     "context-parallel": "context_parallel",
     "data-parallel": "data_parallel",
     "embedding": "embedding",
+    "fusion": "fusion",
+    "gathered-product": "gathered_product",
     "int8": "int8",
     "launch": "launch",
     "layouts": "layouts",
@@ -37,11 +39,14 @@ BENCHMARKS = {
     "quantize": "quantize",
     "recompute": "recompute",
     "tensor-parallel": "tensor_parallel",
+    "winograd": "winograd",
     "zero": "zero",
 }
 # they start ranks themselves, or need none: nothing for torchrun
 ONE_MACHINE = (
     "embedding",
+    "fusion",
+    "gathered-product",
     "int8",
     "launch",
     "layouts",
@@ -52,6 +57,7 @@ ONE_MACHINE = (
     "quantize",
     "recompute",
     "simulator",
+    "winograd",
 )
 
 

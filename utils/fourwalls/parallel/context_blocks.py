@@ -1,10 +1,10 @@
-"""Attention block by block: a softmax over keys that are never all there at once.
+"""Attention block by block: a rank's queries meet keys that are never all there at once.
 
-A softmax needs the largest score and the sum over all keys. Both can be kept up to date as keys come in: where a larger score
-appears, what was summed so far is scaled down to it. Backward needs one number a query from all this, the logarithm of its sum;
-the weights of a block are computed again from it.
+The mathematics of one tile, a running softmax forward and the weights computed again backward, is that of a fused kernel on one
+device (kernels.tile). Here blocks of keys come from other ranks, at positions that depend on the cut: which tiles must be
+computed, and which of their scores a causal mask takes away, follows from the positions.
 
-    m' = max(m, max S),   l' = l e^(m - m') + sum e^(S - m'),   O' = O e^(m - m') + e^(S - m') V        out = O / l
+    out, log sum <- block after block of (K, V)        dQ += dS K,   (dK, dV) of a block: its own sums over the queries
 
 Reference: Milakov and Gimelshein 2018 (arXiv:1805.02867), online softmax; Dao et al. 2022 (arXiv:2205.14135), the backward.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..cost.context import tiles
+from ..kernels.tile import RunningSoftmax, score_gradients, times, transposed_times
 from .context_cuts import places
 
 __all__ = ["Blocks", "RunningSoftmax", "attend_block", "block_gradients"]
@@ -68,47 +69,6 @@ class Blocks:
             yield tile, scores, kept
 
 
-class RunningSoftmax:
-    """The softmax of some queries over all the keys they have met so far, times the values: nothing of size s x s.
-
-    Holds out (b, kv, g, s, d), and the largest score and the sum of each query, (b, kv, g, s, 1), all in at least float32.
-    """
-
-    def __init__(self, q: torch.Tensor):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros_like(q, dtype=wide)
-        self.largest = torch.full_like(self.out[..., :1], -math.inf)
-        self.total = torch.zeros_like(self.largest)
-
-    def add(self, rows: slice, scores: torch.Tensor, v: torch.Tensor, kept: torch.Tensor | None = None) -> None:
-        """Queries `rows` meet some more keys: scores (b, kv, g, rows, n), values (b, kv, n, d)."""
-        before = self.largest[..., rows, :]
-        largest = torch.maximum(before, scores.amax(-1, keepdim=True))
-        finite = _finite(largest)
-        shrink = (before - finite).exp_()
-        weights = scores.sub_(finite).exp_()  # in place: the scores are needed no more
-        self.largest[..., rows, :] = largest
-        self.total[..., rows, :] = self.total[..., rows, :] * shrink + weights.sum(-1, keepdim=True)
-        weights = weights if kept is None else weights * kept
-        self.out[..., rows, :] = self.out[..., rows, :] * shrink + times(weights.to(v.dtype), v)
-
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, log of each query's sum of exponentials). A query that met no key at all: out 0, log -inf."""
-        empty = self.total == 0
-        out = self.out / self.total.masked_fill(empty, 1)
-        return out, self.largest + self.total.log()
-
-
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    """-inf replaced by 0, so that (-inf) - (-inf) does not become nan where a query has met no key yet."""
-    return x.masked_fill(x == -math.inf, 0)
-
-
-def times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x (b, kv, g, s, m) @ y (b, kv, m, n) -> (b, kv, g, s, n): the heads of a group below each other, y not repeated."""
-    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
-
-
 def attend_block(blocks: Blocks, state: RunningSoftmax, q, k, v, keys: Sequence[range]) -> None:
     """The queries meet one block of keys and values, (b, kv, n, d) each. q (b, kv, g, s, d), scaled by 1/sqrt(d)."""
     for tile, scores, kept in blocks.each(q, k, keys, "forward"):
@@ -125,18 +85,10 @@ def block_gradients(blocks: Blocks, q, k, v, grad, log_sum, delta, dq: torch.Ten
         if both is None:
             both = dq.new_zeros(2, *k.shape)
         rows, columns = slice(tile.first, tile.last), tile.columns
-        weights = scores.sub_(_finite(log_sum[..., rows, :])).exp_()
-        dropped = weights if kept is None else weights * kept
-        g = grad[..., rows, :]
-        both[1][..., :columns, :] += _transposed_times(dropped.to(g.dtype), g)
-        dweights = times(g, v[..., :columns, :].transpose(-2, -1)).to(weights.dtype)
-        dweights = dweights if kept is None else dweights * kept
-        dscores = weights.mul_(dweights.sub_(delta[..., rows, :])).to(q.dtype)
+        g, values = grad[..., rows, :], v[..., :columns, :]
+        weights, dscores = score_gradients(scores, log_sum[..., rows, :], g, values, delta[..., rows, :], kept)
+        both[1][..., :columns, :] += transposed_times(weights.to(g.dtype), g)
+        dscores = dscores.to(q.dtype)
         dq[..., rows, :] += times(dscores, k[..., :columns, :])
-        both[0][..., :columns, :] += _transposed_times(dscores, q[..., rows, :])
+        both[0][..., :columns, :] += transposed_times(dscores, q[..., rows, :])
     return both
-
-
-def _transposed_times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x (b, kv, g, s, n), y (b, kv, g, s, d) -> (b, kv, n, d): summed over the queries of the group, too."""
-    return x.flatten(2, 3).transpose(-2, -1) @ y.flatten(2, 3)
