@@ -39,8 +39,10 @@ def test_the_path_takes_what_simulated_ranks_take(algorithm, cluster, n, nbytes)
 
 
 @pytest.mark.parametrize("algorithm", ALL_REDUCES)
-@pytest.mark.parametrize("name", ["nodes of 8", "nodes of 4, the wire inside the slower one", "one rank a node"])
-@pytest.mark.parametrize("n", [24, 40])
+@pytest.mark.parametrize(
+    ("n", "name"),
+    [(24, "nodes of 8"), (24, "nodes of 4, the wire inside the slower one"), (24, "one rank a node"), (40, "nodes of 8")],
+)
 def test_numbers_of_nodes_that_are_no_power_of_two(algorithm, name, n):
     function = partial(ring.all_reduce, segment_bytes=None) if algorithm == "ring" else get_algorithm("all_reduce", algorithm)
     for nbytes in (4 * n * 32, 4 * n * 32 * 2**14)[algorithm in ("ring", "star") :]:  # pieces are equal: n and 2^k divide it

@@ -140,6 +140,12 @@ def test_never_worse_than_square_root_or_any_other(seed):
             assert forecast(chain, best, input=3).peak <= limit and cost(chain, best) <= cost(chain, plan)
 
 
+def test_what_a_way_costs_more_is_counted_once_and_where_it_is_taken():
+    chain = [Step(10.0, 1, (Way("all", 8), Way("selective", 2, 3.0))), Step(20.0, 1)]
+    assert cost(chain, (Tape(0, 1), Tape(1))) == 33 and cost(chain, keep_all(2)) == 30
+    assert cost(chain, (Again((Tape(0, 1),)), Tape(1))) == 43  # run twice, its core once more in backward
+
+
 def test_64_equal_layers():
     """Square root: 8 kept, a peak of 18 and 128 runs; the best plan with the same peak needs fewer."""
     chain = [LAYER] * 64

@@ -36,6 +36,7 @@ SCHEDULES = {
     "dualpipe-v": lambda p, m, v: v_shape.dualpipe_v(p, m),
 }
 CHUNKED = ("interleaved", "breadth first")
+FEW = (1, 3, 7, 8, 9, 12)  # micro-batches on 8 ranks, where all 12 take as long as all other cases: few, p - 1, p, p + 1, uneven
 
 
 def layer(k):
@@ -75,7 +76,7 @@ def cases(p):
     found = {}
     for name, make in SCHEDULES.items():
         for v in (1, 2, 3) if name in CHUNKED else (1,):
-            for m in range(1, 13):
+            for m in range(1, 13) if p < 8 else FEW:
                 try:
                     schedule = make(p, m, v)
                 except ValueError:
@@ -106,11 +107,11 @@ def all_schedules(comm, p):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_every_schedule_equals_one_device(p):
-    """All schedules, m = 1 to 12, v = 1, 2, 3 where legal; 13 rows, so that micro-batches are uneven."""
+    """All schedules, m = 1 to 12 (six of them on 8 ranks), v = 1, 2, 3 where legal; 13 rows, so that micro-batches are uneven."""
     # what checks see on 1 to 4 ranks they see on 8: without them 8 ranks take half of the time
     run = fw.simulate(all_schedules, p, ranks=p, cluster=NETWORK, checks=p < 8)
     assert [value[0] for value in run.values] == [[]] * p
-    assert run.values[0][1] > (60 if p == 1 else 90), run.values[0][1]
+    assert run.values[0][1] > {1: 60, 8: 40}.get(p, 90), run.values[0][1]
 
 
 def test_the_comparison_sees_one_element():
@@ -273,24 +274,24 @@ def test_c41_clipping_counts_each_parameter_once(clip):
     assert_as_on_one_device(run, step_on_one(CONFIG, steps=5, clip=clip))
 
 
-def on_real(comm, names):
+def on_real(comm, names, steps):
     results = {}
     for name in names:
         schedule = SCHEDULES[name](comm.size, 4, 2)
-        results[name] = step_on_ranks(comm, schedule, CONFIG if stages_of(schedule) <= 4 else WIDE, steps=2, accumulate=2)
+        results[name] = step_on_ranks(comm, schedule, CONFIG if stages_of(schedule) <= 4 else WIDE, steps=steps, accumulate=2)
     return results
 
 
 WIDE = GPTConfig(vocabulary=11, length=6, width=8, layers=8, heads=2)
 
 
-@pytest.mark.parametrize("p", [2, 4])
-def test_on_real_ranks(p):
+@pytest.mark.parametrize(("p", "steps"), [(2, 2), (4, 1)])
+def test_on_real_ranks(p, steps):
     names = [n for n in SCHEDULES if n != "dualpipe-v" or p == 2]  # needs 2 p micro-batches
-    run = fw.run(on_real, names, ranks=p)
+    run = fw.run(on_real, names, steps, ranks=p)
     for name in names:
         config = CONFIG if stages_of(SCHEDULES[name](p, 4, 2)) <= 4 else WIDE
-        losses, grads, parameters = step_on_one(config, steps=2, accumulate=2)
+        losses, grads, parameters = step_on_one(config, steps=steps, accumulate=2)
         for value in run.values:
             assert value[name][0] == pytest.approx(losses, abs=1e-11)
         for k, one in ((1, grads), (2, parameters)):

@@ -127,7 +127,7 @@ def layer_activations(
         lines.append(Term(name, formula + over[share], exact(Fraction(numbers * size, share)), count))
 
     if recompute == "full":
-        line("layer input", f"{e}sbh", s * b * h, e, 1)
+        line("layer input", f"{e}sbh", s * b * h, e, sp)  # cut where the sequence is; Table 2's row is without
         return Terms(lines, title=title)
     core = recompute == "none"  # the attention core's inner results are kept
     k = shape.top_k

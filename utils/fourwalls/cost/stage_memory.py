@@ -189,7 +189,8 @@ def wire_bytes(training: Training, stage: int = 0) -> Mapping[str, int | Fractio
     """Bytes that one rank of a stage sends in a step, by axis: {"tensor", "pipeline", "data"}. Rings; the ends' sums left out.
 
     tensor: 4 all-reduces of s b h for each layer and micro-batch (or as many bytes in gathers and scatters; a quarter more to
-    gather again), and two more where the layer is computed again. pipeline: s b h at each boundary (1/t of it with sequence
+    gather again), and two more where the layer is computed again; without dropout, whose mask waits behind it, nobody waits for
+    the layer's last sum, and the second run ends before it. pipeline: s b h at each boundary (1/t of it with sequence
     parallelism). data: an all-reduce's bytes for ZeRO 0 and 1; with 2 and 3 gradients are scattered in every backward, with 3
     parameters are gathered twice for each micro-batch.
     """
@@ -197,7 +198,9 @@ def wire_bytes(training: Training, stage: int = 0) -> Mapping[str, int | Fractio
     t, m, chunks = c.tp, c.microbatches, c.chunks if c.looped else 1
     whole = c.microbatch * c.length * c.shape.width * c.element
     half = Fraction(t - 1, t) * whole  # a gather or a scatter
-    halves = 8 + 2 * (c.sequence == "gather again") + (4 if c.recompute == "full" else 0)
+    halves = 8 + 2 * (c.sequence == "gather again")
+    if c.recompute == "full":
+        halves += 4 if c.dropout else 3 - (c.sequence == "off")  # the last sum is an all-reduce, or half of one
     layers = Fraction(c.shape.layers, c.pp)
     sends = 0 if c.pp == 1 else 2 * chunks - (stage == 0) - (stage == c.pp - 1)  # forward and backward, but at the model's ends
     boundary = Fraction(whole, t if c.sequence != "off" else 1) * sends * m

@@ -45,9 +45,9 @@ class Rules(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write:
-                    for x in tree_leaves(value):
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.is_write:  # out= comes by name
+                    for x in tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name)):
                         self._may_write(func, x)
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):

@@ -110,7 +110,7 @@ def record_graph(step: Callable[[], Sequence[torch.Tensor]]) -> Graph:
     recorder = _Recorder(graph)
     with recorder:
         answers = list(step())
-    graph.answers = [recorder.ref(x, new=True) for x in answers]
+    graph.answers = [recorder.ref(x) for x in answers]  # one that no operation made was there before
     return graph
 
 

@@ -42,7 +42,8 @@ def checkpoint(
     that the block draws from, beside those among its arguments. These, the default generators and autocast are put back as they
     were; Python's and numpy's random numbers and whatever else the block changes outside itself (running statistics of a batch
     norm) are not. early_stop ends the second run with the last tensor that is owed. checks: refuse, while the block runs, a
-    generator that is not named and writing to a tensor that was already saved; unchecked, both can give wrong gradients.
+    generator that is not named and writing to a tensor that was already saved, and in backward a tensor from outside, such as a
+    weight, that was written to meanwhile; unchecked, each can give wrong gradients.
     Raises ValueError for a dataclass among the arguments; RuntimeError where the block changes its input in place, or does not
     do the same twice.
     """
@@ -149,10 +150,10 @@ def keep(*tensors: torch.Tensor):
 class _Place:
     """What autograd holds instead of the k-th tensor that the block saved. `node` holds the tensor once it is there again."""
 
-    __slots__ = ("__weakref__", "block", "looks", "node", "number")
+    __slots__ = ("__weakref__", "block", "looks", "node", "number", "version")
 
-    def __init__(self, block, number, looks):
-        self.block, self.number, self.looks, self.node = block, number, looks, None
+    def __init__(self, block, number, looks, version):
+        self.block, self.number, self.looks, self.version, self.node = block, number, looks, version, None
 
     def open(self) -> torch.Tensor:
         if self.node is None:
@@ -184,7 +185,9 @@ class _Block:
     def empty_place(self, x: torch.Tensor, rules) -> _Place:
         if isinstance(rules, Rules):
             rules.saved(x)
-        place = _Place(self, len(self.places), _looks(x))
+        # as often as it was written to when it was saved; what the block makes itself is written to as often in the second run
+        version = x._version if isinstance(rules, Rules) else None
+        place = _Place(self, len(self.places), _looks(x), version)
         self.places.append(weakref.ref(place))
         return place
 
@@ -237,6 +240,12 @@ class _Block:
             raise RuntimeError(
                 f"the block did not do the same twice: tensor {number} saved for backward was {_words(place.looks)} and is "
                 f"{_words(_looks(x))} when it is run again; a block may depend on its arguments and on random numbers only"
+            )
+        if place is not None and place.version not in (None, x._version):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the block uses "
+                f"a {_words(_looks(x))} from outside, a weight or a mask, that was written to between forward and backward (an "
+                "optimiser's step?), or writes to it itself; checks=False takes it as it is now"
             )
 
     def _all_there(self, count: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..collectives import autograd, ring
+from ..collectives.agree import agree
 from ..cost.context import check_cut, check_heads_shared
 from ..nn.attention import Attention, merge_heads, split_heads
 from ..nn.gpt import GPT, GPTConfig
@@ -27,6 +28,7 @@ from .context_cuts import part, positions
 from .context_dropout import ContextStreams, TokenDropout, weight_mask
 from .context_gather import gather_attention, ulysses_attention
 from .context_ring import ring_attention
+from .replicas import digest
 from .token_loss import scaled_loss, summed_loss, total_tokens
 
 __all__ = ["FORMS", "ContextAttention", "ContextGPT", "check_context_parallel"]
@@ -147,27 +149,44 @@ class ContextGPT(GPT):
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
         """Cross-entropy of the next token over all ranks' tokens, the same on all ranks; targets (b, s) are shifted already, and
-        those that are IGNORE do not count. Two all-reduces of one number.
+        those that are IGNORE do not count. Two all-reduces of one number. MismatchError (checks on) where ranks are given
+        different ones: each rank takes its part of the same sequences.
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}; allowed: 'mean' or 'sum'")
+        if self.comm.checks and self.comm.size > 1:
+            agree(self.comm, "ContextGPT.loss", tokens=digest(tokens), targets=digest(targets), reduction=reduction)
         summed, count = summed_loss(self(self.part(tokens)), self.part(targets))
         total = total_tokens(self.comm, count) if reduction == "mean" else 1
         return autograd.reduce_from(self.comm, scaled_loss(summed, total))
 
     @torch.no_grad()
     def sum_gradients(self, *, all_reduce: Callable = ring.all_reduce) -> None:
-        """After backward: sum all gradients over the context ranks, each of which has seen its own tokens. One all-reduce of all
-        of them together for each dtype.
+        """Once a step, after its last backward: sum all gradients over the context ranks, each of which has seen its own tokens.
+        One all-reduce of all of them together for each dtype.
         """
         sum_gradients(self.comm, self, all_reduce=all_reduce)
 
 
 def sum_gradients(comm: Comm, model: nn.Module, *, all_reduce: Callable = ring.all_reduce) -> None:
-    """Replace each gradient by its sum over the ranks, in one all-reduce for each dtype."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    """Replace each gradient by its sum over the ranks, in one all-reduce for each dtype.
+
+    RuntimeError where a gradient was summed before: what came before would count once for each rank. MismatchError (checks on)
+    where ranks have gradients of different parameters.
+    """
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    without = [name for name, p in model.named_parameters() if p.grad is None]
+    agree(comm, "sum of gradients", without_gradient=", ".join(without) or "none")
+    again = next((name for name, g in named if getattr(g, "summed", False)), None)
+    if again is not None and comm.size > 1:
+        raise RuntimeError(
+            f"rank {comm.rank}: {again} still has the sum over all ranks of an earlier backward; summed again it would count "
+            f"{comm.size} times. Sum once a step, after the last micro-batch's backward, and set gradients to None (zero_grad)"
+        )
+    grads = [g for _, g in named]
     for dtype in dict.fromkeys(g.dtype for g in grads):
         alike = [g for g in grads if g.dtype == dtype]
         flat = all_reduce(comm, torch.cat([g.reshape(-1) for g in alike]))
         for g, summed in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
             g.copy_(summed.view_as(g))
+            g.summed = True  # goes with the tensor, so zero_grad() forgets it

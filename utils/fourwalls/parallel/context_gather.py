@@ -21,7 +21,7 @@ from ..cost.context import check_heads_shared, runs
 from ..ranks.comm import Comm
 from .context_blocks import Blocks, RunningSoftmax, attend_block, block_gradients
 from .context_cuts import natural_order
-from .context_ring import check_shapes, grouped, working
+from .context_ring import check_call, grouped, working
 
 __all__ = ["gather_attention", "ulysses_attention"]
 
@@ -43,7 +43,7 @@ def gather_attention(
 
     Keeps the gathered keys and values, (2, b, kv, s, d), for backward.
     """
-    length = check_shapes(comm, q, k, v, cut)
+    length = check_call(comm, "gather", q, k, v, cut=cut, causal=causal, p=p, draw=draw)
     whole = autograd.all_gather(comm, torch.stack([k, v]), 3)  # in the order of the ranks
     order = natural_order(cut, length, comm.size, device=q.device)
     keys, values = whole if order is None else whole.index_select(3, order)
@@ -68,7 +68,7 @@ def ulysses_attention(
 
     `draw` gives masks of this rank's heads. ValueError, with the legal c, where c does not divide a and kv.
     """
-    length, c = check_shapes(comm, q, k, v, cut), comm.size
+    c, length = comm.size, check_call(comm, "ulysses", q, k, v, cut=cut, causal=causal, p=p, draw=draw)
     check_heads_shared(q.shape[1], k.shape[1], c)
     counts = [q.shape[1] // c, k.shape[1] // c, k.shape[1] // c]
     parts = [x.unflatten(1, (c, -1)) for x in (q, k, v)]  # (b, c, heads / c, s/c, d)

@@ -17,11 +17,12 @@ from contextlib import nullcontext
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..collectives.agree import agree
 from ..cost.context import runs
 from ..ranks.comm import Comm
 from .context_blocks import Blocks, RunningSoftmax, attend_block, block_gradients
 
-__all__ = ["check_shapes", "grouped", "ring_attention", "working"]
+__all__ = ["check_call", "grouped", "ring_attention", "working"]
 
 KEYS, GRADIENTS = 1, 2  # tags: two streams of messages go round at once
 
@@ -42,16 +43,19 @@ def ring_attention(
     """q (b, a, s/c, d), k and v (b, kv, s/c, d), the tokens of this rank by `cut` -> (b, a, s/c, d). All ranks call it.
 
     Sends c - 1 messages forward, 2 c - 1 backward; see cost.context.context_bytes. A block that is wholly masked is passed on
-    and costs no work. rows, p, draw, work: as for `Blocks`. ValueError for shapes that do not fit.
+    and costs no work. rows, p, draw, work: as for `Blocks`. ValueError, MismatchError: as `check_call` says.
     """
-    length = check_shapes(comm, q, k, v, cut)
+    length = check_call(comm, "ring", q, k, v, cut=cut, causal=causal, p=p, draw=draw)
     held = [runs(cut, length, comm.size, r) for r in range(comm.size)]
     blocks = Blocks(held[comm.rank], causal=causal, rows=rows, p=p, draw=draw, work=work)
     return _Ring.apply(q, k, v, comm, held, blocks)
 
 
-def check_shapes(comm: Comm, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: str) -> int:
-    """The length of the whole sequence. ValueError unless q is (b, a, s/c, d) and k, v (b, kv, s/c, d) with kv a divisor of a."""
+def check_call(comm: Comm, form: str, q, k, v, *, cut: str, causal: bool, p: float, draw: Callable | None) -> int:
+    """The length of the whole sequence. ValueError unless q is (b, a, s/c, d) and k, v (b, kv, s/c, d) of its dtype, with kv a
+    divisor of a, and `draw` is there where p is. With checks on MismatchError unless all ranks call alike: with another cut or
+    mask on one of them messages still fit, and all numbers are wrong.
+    """
     fits = q.dim() == 4 and k.shape == v.shape and k.dim() == 4
     fits = fits and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:] and q.shape[1] % k.shape[1] == 0
     if not fits:
@@ -59,8 +63,13 @@ def check_shapes(comm: Comm, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
             f"rank {comm.rank}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; allowed: q (b, a, s/c, d), "
             "k and v (b, kv, s/c, d), where kv divides a"
         )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"rank {comm.rank}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; allowed: one dtype for all three")
+    if p and draw is None:
+        raise ValueError(f"rank {comm.rank}: p is {p} without draw; give draw(queries, keys), which says what stays, or p=0")
     length = q.shape[2] * comm.size
     runs(cut, length, comm.size, comm.rank)
+    agree(comm, f"{form} attention", q, kv_heads=k.shape[1], cut=cut, causal=causal, p=p)
     return length
 
 

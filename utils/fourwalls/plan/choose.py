@@ -30,10 +30,10 @@ def choose_layouts(
 ) -> Plan:
     """The plan of least `objective` ("time": picoseconds; "bytes": sent by all ranks) that holds at most `limit` bytes a rank.
 
-    Exact. Without a limit the least of bytes is to cut nothing. ValueError where nothing fits, or where too many operators hang
-    together (`eliminate.LARGEST`).
+    Exact. Without a limit the least of bytes is to cut nothing. ValueError where nothing fits, where an input or output is wanted
+    cut and cannot be, or where too many operators hang together (`eliminate.LARGEST`).
     """
-    _check(objective)
+    _check(graph, prices, objective)
     sizes, costs, weights, values = _factors(graph, prices, objective, state_bytes)
     if limit is None:
         _, chosen = cheapest(sizes, costs)
@@ -46,7 +46,7 @@ def brute_force(
     graph: Graph, prices: Prices, *, objective: str = "time", limit: int | None = None, state_bytes: int = STATE_BYTES
 ) -> Plan | None:
     """The same by looking at every choice; None where nothing fits. For small graphs, to check the search."""
-    _check(objective)
+    _check(graph, prices, objective)
     values = [graph.layouts_of(source, prices.n) for source in graph.sources.values()]
     values += [legal_signatures(op, prices.n) for op in graph.ops]
     best = None
@@ -59,7 +59,8 @@ def brute_force(
     return best
 
 
-def _check(objective: str) -> None:
+def _check(graph: Graph, prices: Prices, objective: str) -> None:
+    graph.check_outputs(prices.n)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}")
 

@@ -138,6 +138,7 @@ def plan_of(
     state_bytes: int = STATE_BYTES,
 ) -> Plan:
     """A plan of your own. ValueError, with what is legal, for a layout or a signature that is not."""
+    graph.check_outputs(prices.n)
     for name, source in graph.sources.items():
         legal = graph.layouts_of(source, prices.n)
         if layouts.get(name) not in legal:

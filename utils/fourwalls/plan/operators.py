@@ -113,6 +113,15 @@ class Graph:
         free = {op.output.name: ALIKE for op in self.ops if op.output.name not in taken}
         return {**free, **self._outputs}
 
+    def check_outputs(self, n: int) -> None:
+        """ValueError unless n ranks can hold every output in the layout in which it is wanted."""
+        for name, layout in self.outputs.items():
+            shape = self.tensor(name).shape
+            if layout is not None and not divides(layout, shape, n):
+                cuts = [split(d) for d in range(len(shape)) if divides(split(d), shape, n)]
+                legal = ", ".join(map(str, [ALIKE, PARTIAL, *cuts]))
+                raise ValueError(f"output {name} {shape} cannot be {layout} on {n} ranks; it can be {legal}")
+
     def tensor(self, name: str) -> Tensor:
         found = self.sources.get(name) or next((op.output for op in self.ops if op.name == name), None)
         if found is None:

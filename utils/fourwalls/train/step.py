@@ -73,8 +73,9 @@ class Step:
     seed          of dropout's masks; `exact` makes them one device's, micro-batch by micro-batch
 
     The loss is the mean over all tokens that count, of all replicas, micro-batches and rounds of accumulation. ValueError from
-    `check_step`, for a batch that cannot be cut, for a loss or gradients that are not finite; MismatchError (checks on) where
-    ranks of one replica are given different rows.
+    `check_step`, for a batch that cannot be cut, for a loss that is not finite, and with checks on or a clip for such gradients;
+    MismatchError (checks on) where ranks of one replica are given different rows. After an error on all ranks the next step
+    starts clean.
     """
 
     def __init__(
@@ -133,10 +134,13 @@ class Step:
         return self.loss
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor, *, accumulate: int = 1) -> float:
-        """All of the step but clipping and the optimiser: afterwards gradients are those of the whole batch (`loss` too)."""
+        """All of the step but clipping and the optimiser: afterwards gradients are those of the whole batch (`loss` too), and of
+        nothing else: what an earlier batch has left, one that was refused half-way say, is forgotten first.
+        """
         if self._replica.checks:
             call = ("collective", "Step: rows of a replica"), ("inputs", digest(inputs)), ("targets", digest(targets))
             self._replica.agree(call)
+        self._stepper().zero_grad()
         rounds = split_batch(inputs, targets, count=accumulate)
         rounds = [split_batch(part.inputs, part.targets, count=self.microbatches) for part in rounds]
         total = max(1, total_tokens(self.mesh.d, sum(map(count_targets, rounds))))
@@ -176,7 +180,7 @@ class Step:
 
     def update(self) -> None:
         """The optimiser's step, and a clean sheet for the next one."""
-        optimizer = self._zero if self._zero is not None else self._optimizer
+        optimizer = self._stepper()
         optimizer.step()
         optimizer.zero_grad()
         self.steps += 1
@@ -195,6 +199,10 @@ class Step:
         return {n: x for stage in self.stages.values() for n, x in whole_gradients(stage, self.mesh.t).items()}
 
     # --- inside -----------------------------------------------------------------------------------------------------
+    def _stepper(self):
+        """What steps the parameters, and forgets their gradients."""
+        return self._zero if self._zero is not None else self._optimizer
+
     def _loss(self, logits, targets):
         return self.stages[self._last].loss(logits, targets)
 
