@@ -1,6 +1,7 @@
 """The same program under torchrun: one launch that goes well and then ends in a deadlock, one in which a rank fails."""
 
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,29 +42,50 @@ def ends(comm, how):
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-run = fw.run(ring, fw.per_rank([torch.zeros(2), torch.ones(2)]), timeout=2)
-say("run", os.environ["RANK"], run.ranks, run.values, run.trace.bytes_sent())
-try:
-    fw.run(ends, sys.argv[1], timeout=2)
-except BaseException as error:
-    say("error", os.environ["RANK"], type(error).__name__, str(error).replace(chr(10), " | "))
-    os._exit(0)
+def job(how):
+    run = fw.run(ring, fw.per_rank([torch.zeros(2), torch.ones(2)]), timeout=2)
+    say(how, "run", os.environ["RANK"], run.ranks, run.values, run.trace.bytes_sent())
+    try:
+        fw.run(ends, how, timeout=2)
+    except BaseException as error:
+        say(how, "error", os.environ["RANK"], type(error).__name__, str(error).replace(chr(10), " | "))
+        os._exit(0)
+
+for how in ("deadlock", "raise"):
+    if os.fork() == 0:
+        if how == "raise":  # a job of its own: it may not find what the first one has left in torchrun's store
+            os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": sys.argv[1]}
+        try:
+            job(how)
+        finally:
+            os._exit(1)
+    os.wait()
 """
 
 
-def launch(tmp_path, how):
-    script = tmp_path / "script.py"
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What two jobs said, sorted: one launch, of which each rank forks twice, since importing torch takes longest by far."""
+    script = tmp_path_factory.mktemp("launch") / "script.py"
     script.write_text(SCRIPT.replace("{utils!r}", repr(str(Path(fw.__file__).parents[1]))))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     address = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *address, str(script), how]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *address, str(script), port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith(("run", "error")))
-    assert len(lines) == 4, done.stderr
+
+    def lines(how):
+        said = [line.partition(" ") for line in done.stdout.splitlines()]
+        found = sorted(rest for word, _, rest in said if word == how and rest.startswith(("run", "error")))
+        assert len(found) == 4, done.stderr
+        return found
+
     return lines
 
 
-def test_a_run_and_then_a_deadlock(tmp_path):
-    first, second, *runs = launch(tmp_path, "deadlock")
+def test_a_run_and_then_a_deadlock(launched):
+    first, second, *runs = launched("deadlock")
     values = [([2.0, 2.0], seed_of(0, 0)), ([0.0, 0.0], seed_of(0, 1))]
     assert [line.split(" ", 2)[2] for line in runs] == [f"2 {values} {2 * 8 + 2 * 2 * 16 // 2}"] * 2
     for line in (first, second):
@@ -71,8 +93,8 @@ def test_a_run_and_then_a_deadlock(tmp_path):
         assert "rank 0: send(to 1, float32 (2,)) at" in line and "rank 1: send(to 0, float32 (2,)) at" in line
 
 
-def test_a_rank_that_fails_is_named_on_the_other_rank_too(tmp_path):
-    first, second, *_ = launch(tmp_path, "raise")
+def test_a_rank_that_fails_is_named_on_the_other_rank_too(launched):
+    first, second, *_ = launched("raise")
     assert "error 0 RankError rank 1 of 2 raised ValueError: rank one" in first and "script.py" in first
     assert second == "error 1 ValueError rank one"
 

@@ -52,43 +52,44 @@ class Adder:
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a01_a02_functions_travel_by_value(start):
-    """A module function with its global and helper, a lambda, a nested function, a partial, an object and its method."""
+@pytest.mark.parametrize(("start", "ranks"), [("fork", 2), ("spawn", 1)])  # each fresh rank imports torch anew: one will do
+def test_a01_a02_functions_travel_by_value(start, ranks, monkeypatch):
+    """A module function with its global and helper, a lambda, a nested function, a partial, an object and its method.
+
+    The environment asks for fresh ranks here; the next test asks by argument.
+    """
+    monkeypatch.setenv("FOURWALLS_START", start)
     local = 5
 
     def nested(comm, x):
         return x + local
 
-    with fw.pool(ranks=2, start=start) as pool:
-        assert pool.run(uses_helper, 2).values == [42, 43]
-        assert pool.run(lambda comm, x: x * 2, 3).values == [6, 6]
-        assert pool.run(nested, 1).values == [6, 6]
-        assert pool.run(functools.partial(nested, x=4)).values == [9, 9]
-        assert pool.run(Adder(3), 1).values == [4, 4]
-        assert pool.run(Adder(3).method, 1).values == [-2, -2]
+    with fw.pool(ranks=ranks) as pool:
+        assert pool.run(uses_helper, 2).values == [42, 43][:ranks]
+        assert pool.run(lambda comm, x: x * 2, 3).values == [6] * ranks
+        assert pool.run(nested, 1).values == [6] * ranks
+        assert pool.run(functools.partial(nested, x=4)).values == [9] * ranks
+        assert pool.run(Adder(3), 1).values == [4] * ranks
+        assert pool.run(Adder(3).method, 1).values == [-2] * ranks
+        for parent, own in pool.run(lambda comm: (psutil.Process(os.getppid()).cmdline(), psutil.Process().cmdline())).values:
+            assert "fourwalls.ranks.forkserver" in parent[-2]
+            assert ("fourwalls.ranks.worker" in own[-2]) == (start == "spawn")
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a02_an_object_that_cannot_be_rebuilt_in_a_rank_is_an_error_not_a_hang(start):
+@pytest.mark.parametrize(("start", "ranks"), [("fork", 2), ("spawn", 1)])
+def test_a02_an_object_that_cannot_be_rebuilt_in_a_rank_is_an_error_not_a_hang(start, ranks):
     class Refuses:
         def __reduce__(self):
             return (int, ("not a number",))
 
     began = time.monotonic()
     with pytest.raises(RankError, match="not a number"):
-        fw.run(lambda comm, x: x, Refuses(), ranks=2, start=start)
+        fw.run(lambda comm, x: x, Refuses(), ranks=ranks, start=start)
     assert time.monotonic() - began < 10
 
 
 def test_modules_that_are_objects_of_their_own_class_travel_by_name():
     assert fw.run(lambda comm: torch.backends.mkldnn.is_available(), ranks=1).values == [torch.backends.mkldnn.is_available()]
-
-
-def test_spawn_by_environment(monkeypatch):
-    monkeypatch.setenv("FOURWALLS_START", "spawn")
-    ((parent, own),) = fw.run(lambda comm: (psutil.Process(os.getppid()).cmdline(), psutil.Process().cmdline()), ranks=1).values
-    assert "fourwalls.ranks.forkserver" in parent[-2] and "fourwalls.ranks.worker" in own[-2]
 
 
 def test_a08_the_callers_objects_are_not_changed_and_results_come_back():

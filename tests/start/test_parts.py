@@ -37,6 +37,20 @@ def test_two_processes_only_where_there_are_two_cores():
         assert "-n" not in parts.command_of(part, ROOT, 1, [])
 
 
+def test_each_of_two_processes_gets_half_of_the_cores():
+    assert [parts.threads_of("unit", cores, {}) for cores in (1, 2, 3, 8)] == [
+        {}, *({"OMP_NUM_THREADS": str(threads)} for threads in (1, 1, 4)),
+    ]  # fmt: skip
+    assert not parts.threads_of("notebooks", 2, {}) and not parts.threads_of("browser", 2, {})
+    assert parts.threads_of("unit", 2, {"OMP_NUM_THREADS": "3"}) == {}
+
+
+def test_the_threads_reach_the_part(monkeypatch, tmp_path):
+    says = "import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS'] != '2'))"
+    monkeypatch.setattr(parts, "command_of", lambda *_: [sys.executable, "-IS", "-c", says])
+    assert parts._run("unit", tmp_path, 4, [], {}).state == "passed"
+
+
 def test_arguments_and_paths():
     plain = parts.command_of("unit", ROOT, 1, ["-k", "ring"])
     assert "tests" in plain

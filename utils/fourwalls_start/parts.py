@@ -7,8 +7,12 @@
     browser     every notebook in JupyterLab in a headless Chromium
 
     exit code = 0  <=>  no part failed        (a part that cannot run is not counted as passed, and says so)
+    threads of torch in each of the two processes  =  cores / 2
 
-Reference: pytest documentation, "Exit codes"; nbval documentation.
+Two processes that each think both cores their own wait for each other's threads by spinning: the one-device sides of the tests,
+small tensors all, took up to seven times the processor time. Ranks set their own number of threads whatever is said here.
+
+Reference: pytest documentation, "Exit codes"; nbval documentation; OpenMP API 5.2, OMP_NUM_THREADS.
 """
 
 import os
@@ -18,6 +22,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +32,10 @@ from .machine import allowed_cores, find_chromium
 from .needs import Stop
 from .progress import running
 
-__all__ = ["PARTS", "Result", "command_of", "count", "run_parts"]
+__all__ = ["PARTS", "Result", "command_of", "count", "run_parts", "threads_of"]
 
 PARTS = ("lint", "imports", "unit", "notebooks", "browser")
+SPREAD = ("unit",)  # two processes that share the cores; notebooks print digits that were made with all of them
 
 
 @dataclass
@@ -83,6 +89,13 @@ def command_of(part: str, root: Path, cores: int, arguments: list[str]) -> list[
     return [*pytest, *([] if given else ["tests/browser"]), *arguments]
 
 
+def threads_of(part: str, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the environment of a part says of threads: each of its two processes gets half of the cores, unless told otherwise."""
+    if part not in SPREAD or cores < 2 or "OMP_NUM_THREADS" in environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(cores // 2)}
+
+
 def count(report: Path) -> tuple[int, int, int]:
     """(passed, failed, skipped) from pytest's junit file; zeros if there is none."""
     try:
@@ -102,6 +115,7 @@ def _run(part: str, root: Path, cores: int, arguments: list[str], env: dict[str,
         needed = bool(os.environ.get("CI"))
         return Result(part, "failed" if needed else "not run", failed=int(needed))
     command, start = command_of(part, root, cores, arguments), time.monotonic()
+    env = env | threads_of(part, cores, env)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         if part != "lint":
