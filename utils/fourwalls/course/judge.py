@@ -138,16 +138,17 @@ class Apart:
         finally:
             self._control.settimeout(START_SECONDS)
 
-    def run(self, driver, functions, args=(), *, ranks=1, per_rank=None, cluster=None, seed=0, limit=10.0) -> Outcome:
+    def run(self, driver, functions, args=(), *, ranks=1, per_rank=None, cluster=None, seed=0, limit=10.0, each=None) -> Outcome:
         """Run driver(comm, {name: function}, *args) on `ranks` ranks of `cluster`.
 
         driver     "module.function", importable on the learner's side, which calls what the learner wrote
         args       plain data, the same for all ranks; per_rank: a list of tuples, put behind `args` for each rank
         limit      seconds of the whole run
+        each       each(rank, process id, verb): called before what a rank asks for is done, while its process waits
         Never raises for what the learner's code does: see Outcome.failure.
         """
         began = time.monotonic()
-        task = Task(self, driver, list(functions), list(args), per_rank, began + limit, limit)
+        task = Task(self, driver, list(functions), list(args), per_rank, began + limit, limit, each)
         values, trace, failure = [None] * ranks, Trace([], ranks=ranks), None
         try:
             done = simulate(task, ranks=ranks, cluster=cluster, seed=seed, stream=False)

@@ -12,13 +12,22 @@ import atexit
 import importlib
 import threading
 
-from . import progress
+from . import carry, progress
 from .judge import Apart
 from .problem import Problem, Report, apart_for
 
 __all__ = ["LABS", "Lab", "lab"]
 
-LABS = {"ring": "lab_ring", "tensor": "lab_tensor", "schedules": "lab_schedules"}  # name -> module of its checks
+LABS = {  # name -> module of its checks
+    "ring": "lab_ring",
+    "data": "lab_data",
+    "zero": "lab_zero",
+    "recompute": "lab_recompute",
+    "tensor": "lab_tensor",
+    "schedules": "lab_schedules",
+    "precision": "lab_precision",
+    "quantize": "lab_quantize",
+}
 
 
 class Lab:
@@ -50,6 +59,7 @@ class Lab:
         with self._lock:
             apart = self._started()
             apart.load(**{problem.asked: function})
+            carry.bring(apart, self.name)
             report = problem.judge(apart)
             if not apart.alive:
                 apart.close()

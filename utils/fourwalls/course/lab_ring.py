@@ -23,7 +23,7 @@ __all__ = ["problems", "twist"]
 
 ALPHA, BANDWIDTH = 10e-6, 1e9
 WIRE = uniform(ALPHA, BANDWIDTH)  # computing takes no time: what is left is messages
-FORBIDDEN = ("fourwalls.collectives", "fourwalls.parallel", "fourwalls.train", "fourwalls.plan", "fourwalls.bench")
+FORBIDDEN = tuple(f"fourwalls.{name}" for name in ("collectives", "parallel", "train", "plan", "bench", "course.carry"))
 PLAIN = {"step": 1, "offset": 0, "odd": "first", "weighted": False}
 
 

@@ -76,7 +76,7 @@ class Session:
     outcomes: list[Outcome] = field(default_factory=list)
     remembered: dict = field(default_factory=dict)  # what an earlier check of the same session made
 
-    def run(self, *args, ranks=1, per_rank=None, driver=None, cluster=None, limit=SECONDS) -> Outcome:
+    def run(self, *args, ranks=1, per_rank=None, driver=None, cluster=None, limit=SECONDS, each=None) -> Outcome:
         """Run the learner's function. Raises Stopped for a failure, which the check then reports."""
         outcome = self.apart.run(
             driver or self.driver,
@@ -87,6 +87,7 @@ class Session:
             cluster=cluster or self.cluster,
             seed=self.dice.randrange(2**31),
             limit=limit,
+            each=each,
         )
         self.outcomes.append(outcome)
         if outcome.failure is not None:

@@ -54,9 +54,9 @@ class Failed(Exception):
 class Task:
     """The program of the stand-ins: rank r does what the fork of rank r asks for."""
 
-    def __init__(self, apart, driver, functions, args, per_rank, end, limit):
+    def __init__(self, apart, driver, functions, args, per_rank, end, limit, each=None):
         self.apart, self.driver, self.functions, self.args, self.per_rank = apart, driver, functions, args, per_rank
-        self.end, self.limit = end, limit
+        self.end, self.limit, self.each = end, limit, each
 
     def __call__(self, comm):
         ours, theirs = socket.socketpair()
@@ -79,6 +79,8 @@ class _StandIn:
     def work(self):
         while True:
             verb, number, *rest = self._next()
+            if self.task.each is not None:
+                self.task.each(self.comms[0].rank, self.child, verb)
             if verb == "return":
                 plain.write(self.stream, ["ok", None])
                 return rest[0]

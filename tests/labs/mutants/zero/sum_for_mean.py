@@ -1,0 +1,5 @@
+"""aimed at: step1: parameters. Nobody divides."""
+
+
+def votes(comm):
+    return 1
