@@ -7,6 +7,7 @@
     python3 start.py check            what this machine can do, and what falls back
     python3 start.py reset NOTEBOOK   a fresh copy of one notebook in my/; yours is kept under a dated name
     python3 start.py labs [--twist N] for teachers: student copies of the labs into labs/release/, proven free of answers
+    python3 start.py grade DIR --lab NAME [--twist N]    for teachers: gradebook, feedback and tables from what was handed in
     python3 start.py mutants          for teachers: wrong and cheating solutions against the labs' checks
 
 Everything is installed into the folder .venv beside this file; deleting .venv and my/ undoes it all.

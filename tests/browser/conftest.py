@@ -42,6 +42,7 @@ def server(tmp_path_factory):
     shutil.copytree(ROOT / "notebooks", base / "notebooks", ignore=shutil.ignore_patterns(".*"))
     place.prepare(base)
     env = dict(os.environ, FOURWALLS_MY=str(base / "my"), JUPYTER_PREFER_ENV_PATH="1", JUPYTER_PLATFORM_DIRS="0")
+    env["JUPYTER_CONFIG_PATH"] = str(ROOT / "utils" / "fourwalls_start" / "jupyter")  # no teachers' extensions
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
         env[name] = str(base / name.lower())
     for plugin, settings in SETTINGS.items():

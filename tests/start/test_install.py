@@ -339,7 +339,7 @@ def test_pins_of_the_project():
     pins = install.read_pins(Path(__file__).resolve().parents[2])
     assert pins["torch"] == ["torch==2.13.0"]
     assert not any(line.startswith("torch==") for line in pins["core"])
-    assert {"core", "torch", "lab", "test", "dev"} == set(pins)
+    assert {"core", "torch", "lab", "test", "dev", "grade"} == set(pins)
 
 
 def test_pins_whose_name_begins_with_torch_are_not_torch(root):

@@ -31,7 +31,8 @@ from .torch_build import existing_torch, has_nvidia_driver, requirement
 __all__ = ["decide", "ensure", "fingerprint", "read_pins", "read_stamp"]
 
 # Megabytes (to download, on disk), rounded up, measured on Linux x86-64; those for CUDA are an estimate.
-SIZES = {"cpu": (200, 800), "cuda": (3000, 7000), "existing": (0, 0), "lab": (190, 850), "test": (75, 270), "dev": (5, 20)}
+SIZES = {"cpu": (200, 800), "cuda": (3000, 7000), "existing": (0, 0)}
+SIZES |= {"lab": (190, 850), "test": (75, 270), "dev": (5, 20), "grade": (35, 90)}
 RECIPE = 1  # what set-up does besides installing; a higher number makes everyone's .venv take the new steps
 
 
