@@ -105,12 +105,14 @@ function render({ model, el }) {
     });
     const dotted = [...new Set(scene.dots.flatMap((dot) => dot.points.map((point) => point[0])))].map(x);
     const free = scene.sizes.map((_, k) => k).filter((k) => k % 3 === 1 && dotted.every((at) => x(scene.sizes[k]) < at - 14 || x(scene.sizes[k]) > at + 30));
-    scene.curves.forEach((curve, k) => { // tags keep clear of the dots and their letters
+    const tags = []; // they keep clear of the dots and their letters, and lie above all curves
+    scene.curves.forEach((curve, k) => {
       const [colour, dash, letter] = scene.looks[curve.name], at = free[k % free.length], t = curve.seconds[at];
-      inside.append(make("path", { d: line(curve.seconds), class: "fw-curve", stroke: colour, "stroke-dasharray": dash, "data-name": curve.name }),
-        make("circle", { cx: x(scene.sizes[at]), cy: y(t), r: 7, fill: "#fff", stroke: colour }),
+      inside.append(make("path", { d: line(curve.seconds), class: "fw-curve", stroke: colour, "stroke-dasharray": dash, "data-name": curve.name }));
+      tags.push(make("circle", { cx: x(scene.sizes[at]), cy: y(t), r: 7, fill: "#fff", stroke: colour }),
         make("text", { x: x(scene.sizes[at]), y: y(t) + 3.5, "text-anchor": "middle", class: "fw-tag" }, letter));
     });
+    inside.append(...tags);
     for (const at of dotted) { // every dot where it was measured; the letters stand beside it, pushed apart, each with a thread to its dot
       const found = scene.dots.flatMap(({ name, points }) => points.filter((point) => x(point[0]) === at).map((point) => ({ name, point })));
       found.sort((a, b) => b.point[1] - a.point[1]);

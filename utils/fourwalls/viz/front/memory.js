@@ -1,6 +1,7 @@
 // The memory explorer: a bar for each stage, the device's line, and what the saving costs in bytes sent and FLOPs done again.
 
-const W = 560, H = 372, BOX = { x: 62, y: 30, w: 490, h: 292 };
+const W = 560, H = 372, BOX = { x: 62, y: 30, w: 434, h: 292 }; // right of the box: the device's name
+const ASKED = 136; // the height of the bars while a question stands below them
 const NAMES = { model: "Model", card: "Card", batch: "Batch", b: "b", s: "s", t: "t", p: "p", d: "d", zero: "ZeRO", sequence: "Sequence parallel",
   recompute: "Recompute", precision: "Numbers", schedule: "Schedule", v: "v", attention: "Attention", kv: "Key heads", gated: "MLP" };
 const SAYS = { kv: { 0: "as the model" }, gated: { false: "as the model", true: "gated" }, schedule: { gpipe: "GPipe", "1f1b": "1F1B" },
@@ -72,8 +73,9 @@ function render({ model, el }) {
 
   function picture() {
     const { scene } = game, { stages, looks, limit } = scene, pinned = game.pinned && !scene.curtain && !game.pinned.error ? game.pinned : null;
+    const tall = scene.curtain ? ASKED : BOX.h;
     const svg = make("svg", { viewBox: `0 0 ${W} ${H}`, class: "fw-svg", role: "img", "aria-label": scene.words });
-    const top = 1.06 * Math.max(limit, ...stages.map(sum), ...(pinned ? pinned.stages.map(sum) : [])), y = (bytes) => BOX.y + BOX.h * (1 - bytes / top);
+    const top = (scene.curtain ? 1.15 : 1.06) * Math.max(limit, ...stages.map(sum), ...(pinned ? pinned.stages.map(sum) : [])), y = (bytes) => BOX.y + tall * (1 - bytes / top);
     const count = stages.length, same = pinned && pinned.stages.length === count, room = Math.min(90, BOX.w / count), wide = room * (count > 24 ? 0.86 : 0.66);
     const x = (k) => BOX.x + (BOX.w - room * count) / 2 + room * (k + 0.5) - wide / 2;
     const halo = "paint-order:stroke;stroke:#fff;stroke-width:3px", totals = [];
@@ -83,9 +85,9 @@ function render({ model, el }) {
       svg.append(make("rect", { x: at, y: 6, width: 14, height: 11, fill: looks[part][0], stroke: "#555", "stroke-width": 0.5 }));
       if (HATCHED[part]) svg.append(make("rect", { x: at, y: 6, width: 14, height: 11, fill: `url(#fw-${part}-${uid})` }));
       svg.append(make("text", { x: at + 18, y: 15, class: "fw-axis" }, `${looks[part][1]} ${part}`));
-      at += 38 + 5.6 * part.length;
+      at += 42 + 5.8 * part.length;
     }
-    const unit = 10 ** Math.floor(Math.log10(top)), tick = [0.1, 0.2, 0.5, 1].map((k) => k * unit).find((k) => top / k <= 8) ?? unit;
+    const unit = 10 ** Math.floor(Math.log10(top)), tick = [0.1, 0.2, 0.5, 1, 2, 5].map((k) => k * unit).find((k) => top / k <= (scene.curtain ? 5 : 8)) ?? unit;
     for (let bytes = 0; bytes <= top; bytes += tick)
       svg.append(make("line", { x1: BOX.x, x2: BOX.x + BOX.w, y1: y(bytes), y2: y(bytes), stroke: "#ddd", "stroke-width": 0.7 }),
         make("text", { x: BOX.x - 5, y: y(bytes) + 3.5, "text-anchor": "end", class: "fw-axis" }, bytes ? text(bytes) : "0"));
@@ -100,18 +102,18 @@ function render({ model, el }) {
           make("text", { x: x(k) + wide / 2, y: place.y + high / 2 + 3.5, "text-anchor": "middle", class: "fw-tag" }, looks[part][1]));
         floor += stage[part];
       }
-      const every = Math.ceil(count / 16), tall = k === scene.tall;
-      if (k % every === 0 || tall) svg.append(make("text", { x: x(k) + wide / 2, y: BOX.y + BOX.h + 14, "text-anchor": "middle", class: "fw-axis", style: tall ? "font-weight:bold" : "" }, String(k)));
-      if (tall || (room > 34 && count <= 12)) totals.push(make("text", { x: Math.max(x(k) + wide / 2, BOX.x + 22), y: y(floor) - 3, "text-anchor": "middle", class: "fw-axis", style: `${halo};${tall ? "font-weight:bold" : ""}` }, text(floor)));
+      const every = Math.ceil(count / 16), first = k === scene.tall;
+      if (k % every === 0 || first) svg.append(make("text", { x: x(k) + wide / 2, y: BOX.y + tall + 14, "text-anchor": "middle", class: "fw-axis", style: first ? "font-weight:bold" : "" }, String(k)));
+      if (first || (room > 34 && count <= 12)) totals.push(make("text", { x: Math.max(x(k) + wide / 2, BOX.x + 22), y: y(floor) - 3, "text-anchor": "middle", class: "fw-axis", style: `${halo};${first ? "font-weight:bold" : ""}` }, text(floor)));
     });
     const ghosts = { fill: "none", stroke: "#555", "stroke-width": 1.3, "stroke-dasharray": "4 3", "data-testid": "fw-old" };
     if (same) pinned.stages.forEach((stage, k) => svg.append(make("path", { d: `M${x(k) - 3} ${y(0)}V${y(sum(stage))}H${x(k) + wide + 3}V${y(0)}`, ...ghosts })));
     else if (pinned) svg.append(make("path", { d: `M${BOX.x} ${y(pinned.total)}H${BOX.x + BOX.w}`, ...ghosts }),
       make("text", { x: BOX.x + 4, y: y(pinned.total) - 4, class: "fw-note", style: halo }, `pinned, the tallest of ${pinned.stages.length}: ${text(pinned.total)}`));
     svg.append(make("line", { x1: BOX.x, x2: BOX.x + BOX.w, y1: y(limit), y2: y(limit), stroke: "#D55E00", "stroke-width": 2, "stroke-dasharray": "7 4", class: "fw-limit" }),
-      make("text", { x: BOX.x + BOX.w, y: y(limit) - 4, "text-anchor": "end", class: "fw-note", style: halo }, `${scene.setting.card}: ${text(limit)}`),
-      make("text", { x: BOX.x + BOX.w / 2, y: H - 12, "text-anchor": "middle", class: "fw-axis" }, count > 1 ? "pipeline stage; bytes that each of its ranks holds" : "one stage; bytes that each rank holds"),
-      make("rect", { x: BOX.x, y: BOX.y, width: BOX.w, height: BOX.h, fill: "none", stroke: "#444" }), ...totals);
+      ...[scene.setting.card, text(limit)].filter((line, k, both) => both.indexOf(line) === k).map((line, k) => make("text", { x: BOX.x + BOX.w + 4, y: y(limit) + (k ? 13 : -2), class: "fw-note" }, line)),
+      make("text", { x: BOX.x + BOX.w / 2, y: BOX.y + tall + 38, "text-anchor": "middle", class: "fw-axis" }, count > 1 ? "pipeline stage; bytes that each of its ranks holds" : "one stage; bytes that each rank holds"),
+      make("rect", { x: BOX.x, y: BOX.y, width: BOX.w, height: tall, fill: "none", stroke: "#444" }), ...totals);
     return svg;
   }
 
