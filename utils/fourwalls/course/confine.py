@@ -75,11 +75,11 @@ def _isolate(plan):
 def _new_root(plan):
     root = plan["root"]
     _call("mount", b"tmpfs", root.encode(), b"tmpfs", NO_SUID | NO_DEV, b"mode=755,size=1m")
-    for source, target in [*plan["binds"], *((f"/dev/{name}", f"/dev/{name}") for name in DEVICES)]:
-        _bind(source, root + target)
-    for path, most in (("/tmp", plan["tmp"]), ("/dev/shm", plan["shm"])):
+    for path, most in (("/tmp", plan["tmp"]), ("/dev/shm", plan["shm"])):  # before the binds: a checkout may lie below /tmp
         os.makedirs(root + path, exist_ok=True)
         _call("mount", b"tmpfs", (root + path).encode(), b"tmpfs", NO_SUID | NO_DEV, f"mode=1777,size={most}".encode())
+    for source, target in [*plan["binds"], *((f"/dev/{name}", f"/dev/{name}") for name in DEVICES)]:
+        _bind(source, root + target)
     os.makedirs(root + "/proc", exist_ok=True)
     _call("mount", b"proc", (root + "/proc").encode(), b"proc", NO_SUID | NO_DEV | NO_EXEC, None)
     os.symlink("/proc/self/fd", root + "/dev/fd")
