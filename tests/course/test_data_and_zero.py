@@ -1,5 +1,6 @@
 """What judges labs 2 and 3 sees one element that is off by ten times the bound, and a process that has taken too much."""
 
+import gc
 import mmap
 import os
 from types import SimpleNamespace
@@ -61,11 +62,13 @@ linux = pytest.mark.skipif(resident(os.getpid()) is None, reason="the system doe
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_the_system_counts_pages_that_are_written_whatever_holds_them(shared):
     size = 32 * 2**20
+    text = bytes(size // 2) + b"x" * (size // 2)
+    gc.collect()  # what earlier tests left must not be given back in between
     before = resident(os.getpid())
     flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
     with mmap.mmap(-1, size, flags) as pages:
         untouched = resident(os.getpid()) - before
-        pages.write(bytes(size // 2) + b"x" * (size // 2))
+        pages.write(text)
         grown = resident(os.getpid()) - before
     assert untouched < size // 8 < size - size // 8 < grown
 
