@@ -1,7 +1,5 @@
 """Winograd's convolution: matrices exact in fractions, results within their bound of float64, multiplications as counted."""
 
-import inspect
-import types
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,6 +13,8 @@ from fourwalls.kernels.cook_toom import POINTS, cook_toom
 from fourwalls.kernels.traffic import traffic
 from fourwalls.kernels.winograd import TILES, count, direct_conv2d, error_bound, transform_weights, winograd_conv2d
 from fourwalls.numerics.rounding import round_to
+
+from .judge import planted
 
 torch.set_num_threads(1)
 
@@ -231,17 +231,6 @@ def test_an_image_that_is_too_small_has_no_count():
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
-def planted(module, old, new, **names):
-    """A copy of `module` with `old`, which its text has once, replaced by `new`; `names` are put in place of its own."""
-    text = inspect.getsource(module)
-    assert text.count(old) == 1, (module.__name__, text.count(old), old)
-    copy = types.ModuleType(module.__name__)
-    copy.__package__ = module.__package__
-    exec(compile(text.replace(old, new), module.__file__, "exec"), copy.__dict__)
-    copy.__dict__.update(names)
-    return copy
-
-
 def wrong_outputs(module):
     """Outputs outside the bound on shapes whose tiles fill, and that hang over."""
     wrong = 0
