@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fourwalls.bench import BENCHMARKS
 from fourwalls.bench.__main__ import main
 from fourwalls_start import commands
 
@@ -46,6 +47,10 @@ def test_benchmark_and_its_options_exist(words, capsys):
         main([*words.split(), "--help"])  # asked for last, so that all before it is read
     assert end.value.code == 0, capsys.readouterr().err
     assert "usage: python -m fourwalls.bench" in capsys.readouterr().out
+
+
+def test_every_benchmark_is_named():
+    assert [name for name in BENCHMARKS if not re.search(rf"\b{name}\b", TEXT[TEXT.index("## Benchmarks") :])] == []
 
 
 @pytest.mark.parametrize("words", ["all-reduces", "all-reduce --rank", "all-reduce --sizes 4XB"])
