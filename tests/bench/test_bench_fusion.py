@@ -41,6 +41,8 @@ def test_each_row_is_right_and_stands_beside_a_peer(found):
         assert {(operator, form) for form in ("separate", "row blocks", "compiled", "torch's own")} <= forms
     assert {form for name, form in forms if name.endswith("gradient")} == {"separate", "row blocks", "in place", "torch's own"}
     assert {form for name, form in forms if name == "softmax"} == set(fusion.FORMS)
+    kept = {form for name, form in forms if name == "softmax in kept memory"}
+    assert kept == {*fusion.FORMS, "arithmetic alone"}
     attention = {(row.case["form"], row.case["way"]) for row in times if "what" in row.case}
     assert len(attention) == 6 and {form for form, _ in attention} == set(fusion.ATTENTION)
 

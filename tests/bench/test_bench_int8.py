@@ -1,5 +1,9 @@
 """bench int8 and bench quantize on tiny sizes: each row right and complete, each fault seen."""
 
+import json
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from fourwalls import bench
 from fourwalls.bench import int8 as bench_int8
 from fourwalls.bench import quantize as bench_quantize
+from fourwalls.bench.__main__ import main
 from fourwalls.numerics.product import dot_instructions
 
 torch.set_num_threads(1)
@@ -42,7 +47,7 @@ def test_a_wrong_result_is_not_ok(form):
 
 
 def test_rows_of_quantize():
-    study = bench_quantize.Study(width=16, layers=1, length=8, batch=4, steps=8, more=2, windows=4, group=8)
+    study = bench_quantize.Study(width=16, layers=1, length=8, batch=4, steps=8, more=2, calm=2, windows=4, group=8)
     study_rows = list(bench_quantize.summary("gpt", [bench_quantize.of_gpt(seed, study) for seed in (1, 2)]))
     found = {(row.case["what"], row.case["form"]): row for row in study_rows}
     assert len(found) == len(study_rows) and all(row.low <= row.value <= row.high for row in study_rows)
@@ -53,3 +58,27 @@ def test_rows_of_quantize():
         forms = {form for what, form in found if what == f"weights of {bits} bits"}
         assert forms == {"per tensor", "per channel", "per group", "GPTQ, per group"}
     assert 5 < found["loss", "float32"].value < 6
+
+
+@pytest.mark.parametrize("ended", ("interrupt", "kill"))
+def test_the_seeds_that_are_done_are_kept_when_a_later_one_is_ended(ended, tmp_path, monkeypatch):
+    """A study of half an hour that is ended in its third seed has written the first two."""
+    asked = []
+
+    def measure(seed, study=None, say=None):
+        asked.append(seed)
+        if seed == 3:
+            if ended == "interrupt":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        return {("loss", "float32"): float(seed)}
+
+    monkeypatch.setattr(bench_quantize, "of_digits", lambda seed: {("accuracy", "float32"): 90.0 + seed})
+    monkeypatch.setattr(bench_quantize, "of_gpt", measure)
+    before, out = signal.getsignal(signal.SIGTERM), tmp_path / "rows.json"
+    assert main(["quantize", "--quiet", "--format", "json", "--out", str(out), "--seeds", "1,2,3,4"]) == 0
+    rows = {row["case"]["model"]: row for row in json.loads(out.read_text())}
+    assert rows["digits"]["case"]["seeds"] == 4 and rows["digits"]["value"] == 92.5
+    assert rows["gpt"]["case"]["seeds"] == 2 and (rows["gpt"]["value"], rows["gpt"]["high"]) == (1.5, 2.0)
+    assert asked == [1, 2, 3] and signal.getsignal(signal.SIGTERM) is before

@@ -8,6 +8,8 @@ import torch
 from fourwalls import bench
 from fourwalls.bench import prune as bench_prune
 from fourwalls.bench import prune_study
+from fourwalls.bench.distill_study import TextStudy, follow_text, text_students, unseen_share
+from fourwalls.nn import text
 from fourwalls.numerics.prune import prune_masks, spare
 
 torch.set_num_threads(1)
@@ -56,6 +58,36 @@ def test_the_study_is_complete_and_fair():
     study.soft = 0.0
     same = prune_study.students(teacher, study, 1)
     assert same["alone"] == same["with teacher"] == points["alone"]  # with no word of the teacher both students are one
+
+
+def test_the_study_of_texts_is_complete_and_fair():
+    sizes = {"length": 8, "batch": 2, "steps": 4, "teacher_steps": 3, "held_out": 2}
+    studies = (TextStudy(windows=3, **sizes), TextStudy(windows=None, temperature=2.0, **sizes))
+    rows = {
+        (row.case["what"], row.case["form"]): row
+        for row in bench_prune.rows(SimpleNamespace(pairs=1, algorithms=["text"], seeds=[1, 2]), texts=studies)
+    }
+    assert {what for what, _ in rows} == {
+        "distilled GPT, 3 windows, temperature 1",
+        "distilled GPT, all windows, temperature 2",
+    } and len(rows) == 8
+    for what in {what for what, _ in rows}:
+        value = {form: rows[what, form].value for form in ("teacher", "alone", "with teacher", "gain")}
+        assert value["gain"] == pytest.approx(value["alone"] - value["with teacher"])
+        assert all(rows[what, form].unit == "nat" and rows[what, form].case["seeds"] == 2 for form in value)
+        assert {rows[what, form].metric for form in ("alone", "teacher")} == {"loss"} and rows[what, "gain"].metric == "gain"
+    teacher = studies[0].teacher(1)
+    for study in studies:
+        study.soft = 0.0
+        same = text_students(teacher, study, 1)
+        assert same["alone"] == same["with teacher"]  # with no word of the teacher both students are one
+    shares = [unseen_share(teacher, study) for study in studies]
+    assert 0 < shares[0] < shares[1] < 1  # a higher temperature takes from what may come and gives to what never does
+    seen = []
+    follow_text(teacher, lambda x, y: seen.append(x) or torch.zeros((), requires_grad=True), studies[0], 1,
+                steps=6, lr=0.1, batch=2, windows=3)  # fmt: skip
+    few = {tuple(row.tolist()) for row in text.batch(1, 0, batch=3, length=8)[0]}
+    assert {tuple(row.tolist()) for x in seen for row in x} == few  # the same three again and again
 
 
 def test_every_form_of_the_study_has_as_many_zeros():

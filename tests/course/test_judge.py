@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fourwalls as fw
-from fourwalls.course.judge import Apart
+from fourwalls.course import arrivals, stand_in
+from fourwalls.course.judge import Apart, environment
 from fourwalls.course.stand_in import Failed
 
 FORBIDDEN = ("fourwalls.collectives", "fourwalls.parallel")
@@ -19,7 +20,7 @@ FORBIDDEN = ("fourwalls.collectives", "fourwalls.parallel")
 
 @pytest.fixture(scope="module")
 def apart():
-    with Apart(FORBIDDEN) as made:
+    with Apart(FORBIDDEN, ["fourwalls.course.drivers.call"]) as made:
         yield made
 
 
@@ -224,6 +225,78 @@ def test_prints_without_end_are_cut_and_cost_nothing(apart):
     assert len(apart.output) <= 64 * 1024
 
 
+def passes_on(comm, x):
+    return comm.exchange(x, (comm.rank + 1) % comm.size, torch.empty_like(x), (comm.rank - 1) % comm.size)
+
+
+def test_a_run_can_be_one_in_which_messages_are_others(apart):
+    for x in (torch.ones(2), torch.ones(2, dtype=torch.int64), torch.tensor([True, False])):
+        assert torch.equal(run(apart, passes_on, x, ranks=2).values[0], x)
+        altered = run(apart, passes_on, x, ranks=2, alter=arrivals.altered).values[0]
+        assert altered.dtype == x.dtype and not bool((altered == x).any())
+
+
+def floods_the_judge(comm):
+    for k in range(100):
+        comm.isend(torch.zeros(2**16), (comm.rank + 1) % comm.size, k)
+
+
+def test_what_the_judge_keeps_of_a_run_is_bounded(apart, monkeypatch):
+    monkeypatch.setattr(stand_in, "MOST_HEARD", 2**20)
+    assert "sent more than 1 MiB in one run" in str(run(apart, floods_the_judge, ranks=2).failure)
+
+
+def looks_elsewhere(comm, file, link):
+    import subprocess
+
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "_Guard"]
+    os.chdir(os.path.dirname(file))
+    os.symlink(file, link)
+
+    def imports():
+        from fourwalls.collectives import ring
+
+        return ring
+
+    ways = (
+        imports,
+        lambda: Path(file).read_text(),
+        lambda: Path(os.path.basename(file)).read_text(),
+        lambda: os.open(link, os.O_RDONLY),
+        lambda: subprocess.run(["true"]),
+        lambda: setattr(type(comm).send, "__code__", imports.__code__),
+    )
+    said = []
+    for way in ways:
+        try:
+            said.append(str(way()))
+        except PermissionError as error:
+            said.append(str(error))
+    return said
+
+
+def test_answers_are_not_read_from_their_files_and_no_other_program_is_started(apart, tmp_path):
+    file = Path(fw.__file__).with_name("collectives") / "ring.py"
+    (said,) = run(apart, looks_elsewhere, str(file), str(tmp_path / "link"), ranks=1).values
+    assert said == ["this file cannot be read here: it holds what a task asks you to write"] * 4 + [
+        "no other program is started here",
+        "the library's functions are not yours to change",
+    ]
+
+
+def test_what_shuts_a_submission_in_has_no_secrets_of_the_teachers(monkeypatch):
+    monkeypatch.setenv("TEACHERS_TOKEN", "s3cret")
+    assert "TEACHERS_TOKEN" not in environment(wrapped=True) and "PATH" in environment(wrapped=True)
+    assert "TEACHERS_TOKEN" in environment(wrapped=False), "a learner's own process, on their own machine"
+
+
+def test_a_driver_is_the_one_that_was_there_before_the_learners_code(apart):
+    with apart.copy() as made:
+        cheat = "import fourwalls.course.drivers as d\nd.call = lambda *_: 7\ndef f(comm):\n    return 1"
+        assert made.load_cells([("cell", cheat)]) == [None]
+        assert made.run("fourwalls.course.drivers.call", ["f"], ranks=1).values == [1]
+
+
 def test_a_learner_who_ends_the_whole_process_gets_a_verdict():
     def ends_it(comm):
         os.kill(os.getppid(), 9)
@@ -237,7 +310,8 @@ def test_a_learner_who_ends_the_whole_process_gets_a_verdict():
 
 def test_cells_of_a_notebook_run_in_order_and_nothing_is_left_at_the_end():
     with Apart(FORBIDDEN) as made:
-        sources = ("import torch\nk = 2", "1 / 0", "raise SystemExit", "def f(comm, x):\n    return k * x")
+        first = "import torch\ndisplay(3)\nget_ipython().run_line_magic('time', '1')\nk = 2"
+        sources = (first, "1 / 0", "raise SystemExit", "def f(comm, x):\n    return k * x")
         said = made.load_cells([(f"cell-{i}", source) for i, source in enumerate(sources)])
         assert said == [None, "ZeroDivisionError: division by zero", "SystemExit", None]
         outcome = made.run("fourwalls.course.drivers.call", ["f"], [torch.ones(2)], ranks=1)

@@ -1,5 +1,7 @@
 """The two pipeline widgets with real schedules: what their questions, goals and sources promise is true, and it is quick."""
 
+import json
+
 import pytest
 
 from fourwalls.course.pipeline_widgets import _load, bubble_explorer, model, read, schedule_editor
@@ -74,6 +76,21 @@ def test_words_and_bad_arguments(project, capsys):
         schedule_editor(start="x")
     with pytest.raises(ValueError, match="function of the schedule's text"):
         schedule_editor(3)
+
+
+def test_a_change_is_answered_with_one_message_of_text(board):
+    """16 x 64, 3072 actions: no echo, no second message, nothing nested that would be walked number by number on its way."""
+    pytest.importorskip("anywidget")
+    from fourwalls.viz import widgets
+
+    widget = widgets.widget_class("Bubble", "pipeline.js+bubble.js")(board, scene=board.answer({"mode": "ask", "point": 0}))
+    sent, setting = [], {"schedule": "fill", "p": 16, "m": 64, "cap": 4, "link": 0.25}
+    widget._send = lambda message, buffers=None: sent.append(message)
+    widget.set_state({"request": {"mode": "explore", "setting": setting, "id": 1}})
+    assert [message["method"] for message in sent] == ["update"] and list(sent[0]["state"]) == ["scene"]
+    text = sent[0]["state"]["scene"]
+    assert isinstance(text, str) and json.loads(text) == json.loads(json.dumps(widget.scene, allow_nan=False))
+    assert sum(map(len, widget.scene["rows"])) == 3 * 16 * 64 and len(text) < 100_000
 
 
 @pytest.mark.measured

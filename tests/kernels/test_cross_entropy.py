@@ -154,12 +154,13 @@ def test_backward_in_place_can_be_done_once():
 BLOCKS, IN_PLACE = "cross_entropy_blocks", "cross_entropy_in_place"
 FAULTS = {  # name: (old, new, the form, what is wrong, what stays right)
     "sum in place of mean, loss": (
-        "        ctx.rows = rows\n        return losses.mean()", "        ctx.rows = rows\n        return losses.sum()", BLOCKS,
+        "        ctx.rows = rows\n        return (loss / count)", "        ctx.rows = rows\n        return (loss)", BLOCKS,
         ["loss"]),
-    "sum in place of mean, gradient": ("share = grad / max(len(logits), 1)", "share = grad", BLOCKS, ["gradient"]),
+    "sum in place of mean, gradient": (
+        "share = grad.to(total.dtype) / max(len(logits), 1)", "share = grad", BLOCKS, ["gradient"]),
     "sum in place of mean, in place": ("y.div_(total.mul_(count))", "y.div_(total)", IN_PLACE, ["gradient"]),
     "one not taken away at the target": (
-        "            y.scatter_add_(-1, targets[block, None], -share.expand(len(y), 1))\n", "", BLOCKS, ["gradient"]),
+        "            y.scatter_add_(-1, targets[block, None], -share.to(y.dtype).expand(len(y), 1))\n", "", BLOCKS, ["gradient"]),
     "one taken away for the batch and not the row": ("-1 / max(count, 1)", "-1.0", IN_PLACE, ["gradient"]),
     "maximum forgotten at the target": ("x.gather(-1, targets[:, None]).sub_(largest)", "x.gather(-1, targets[:, None])", BLOCKS,
                                         ["loss"]),

@@ -142,7 +142,7 @@ def test_a_fault_in_dropout_is_caught(name):
     (
         ("torch.add(u, y, alpha=CUBE, out=y)", "torch.add(u, y, out=y)"),
         ("torch.pow(u, 3, out=y)", "torch.pow(u, 2, out=y)"),
-        ("y.mul_(SLOPE).tanh_().add_(1).mul_(u).mul_(0.5)", "y.mul_(SLOPE).tanh_().add_(1).mul_(u)"),
+        ("y.mul_(SLOPE).tanh_().add_(1).mul_(0.5).mul_(u)", "y.mul_(SLOPE).tanh_().add_(1).mul_(u)"),
         ("torch.add(source[block], bias, out=u)", "u.copy_(source[block])"),
     ),
 )

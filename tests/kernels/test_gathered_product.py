@@ -1,8 +1,5 @@
 """Gathered product: equal to one device's product, bytes and times by the formula, overlap seen, faults caught."""
 
-import inspect
-import types
-
 import pytest
 import torch
 
@@ -12,6 +9,8 @@ from fourwalls.cost.hardware import Link, uniform
 from fourwalls.kernels import gathered_product as library
 from fourwalls.kernels.gathered_product import gathered_product, sent_bytes
 from fourwalls.ranks.trace import PS
+
+from .judge import planted
 
 torch.set_num_threads(1)
 
@@ -198,16 +197,6 @@ def test_ranks_that_say_different_rows_are_named():
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
-def planted(old, new):
-    """The library's function with `old`, which its text has once, replaced by `new`."""
-    text = inspect.getsource(library)
-    assert text.count(old) == 1, (text.count(old), old)
-    copy = types.ModuleType(library.__name__)
-    copy.__package__ = library.__package__
-    exec(compile(text.replace(old, new), library.__file__, "exec"), copy.__dict__)
-    return copy.gathered_product
-
-
 FORWARD, BACKWARD = "owner = (me - hop) % size", "owner = (me - 1 - hop) % size"
 FAULTS = {  # name: (the fault, what it spoils, what it leaves right)
     "own block multiplied for every rank": (("torch.mm(blocks[owner], w", "torch.mm(blocks[me], w"), ("y",), ("dx", "dw")),
@@ -237,7 +226,8 @@ def fresh_memory_is_nan():
 def test_a_fault_is_caught(name):
     change, wrong, right = FAULTS[name]
     rows = (2, 2, 2)
-    run = fw.simulate(on_rank, planted(*change), rows, False, torch.float64, {}, ranks=3, cluster=NETWORK)
+    wrong_product = planted(library, *change).gathered_product
+    run = fw.simulate(on_rank, wrong_product, rows, False, torch.float64, {}, ranks=3, cluster=NETWORK)
     said = faults(run.values, rows, False, torch.float64)
     assert all(any(word.startswith(part) for word in said) for part in wrong), said
     assert not any(word.startswith(part) for word in said for part in right), said
@@ -258,7 +248,8 @@ def test_a_fault_in_the_messages_is_caught(change):
     """Refused by the ranks, or other numbers come out: what was not waited for is not there."""
     rows = (2, 2, 2)
     try:
-        run = fw.simulate(on_rank, planted(*change), rows, True, torch.float64, {}, ranks=3, cluster=NETWORK)
+        wrong_product = planted(library, *change).gathered_product
+        run = fw.simulate(on_rank, wrong_product, rows, True, torch.float64, {}, ranks=3, cluster=NETWORK)
     except (fw.CommError, RuntimeWarning):
         return
     assert faults(run.values, rows, True, torch.float64)
@@ -266,10 +257,11 @@ def test_a_fault_in_the_messages_is_caught(change):
 
 def test_gathering_first_is_seen_as_such():
     """Waiting before the product gives the right numbers, and no overlap: only time and Trace can tell."""
-    slow = planted("            if overlap:\n                with work(f\"rows of {owner}\", rows[owner], item, \"forward\"):",
+    slow = planted(library,
+                   "            if overlap:\n                with work(f\"rows of {owner}\", rows[owner], item, \"forward\"):",
                    "            for message in messages:\n                message.wait()\n            if overlap:\n"
                    "                with work(f\"rows of {owner}\", rows[owner], item, \"forward\"):")  # fmt: skip
-    found, run = outcome(slow, 4, seconds=1e-3)
+    found, run = outcome(slow.gathered_product, 4, seconds=1e-3)
     right = outcome(gathered_product, 4, seconds=1e-3)[1]
     assert found == [] and sum(seen_overlapping(run.trace, r) for r in range(4)) == 0
     assert all(seen_overlapping(right.trace, r) > 0 for r in range(4))

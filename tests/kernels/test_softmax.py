@@ -123,8 +123,8 @@ FAULTS = {  # name: (old, new, the form that it spoils)
         "newest = torch.maximum(largest, part.amax(-1, keepdim=True))", "newest = part.amax(-1, keepdim=True)", "softmax_online"),
     "sum of the first chunk only": ("        largest = newest\n", "        largest = newest\n        break\n", "softmax_online"),
     "sum over the block and not the row": (
-        "torch.sum(y, -1, keepdim=True, out=stat)", "stat.copy_(y.sum())", "softmax_blocks"),
-    "maximum not taken away": ("torch.sub(x, stat, out=y)", "y.copy_(x)", "softmax_blocks"),
+        "torch.sum(y, -1, keepdim=True, dtype=total.dtype, out=total)", "total.copy_(y.sum())", "softmax_blocks"),
+    "maximum not taken away": ("torch.sub(x, largest, out=y)", "y.copy_(x)", "softmax_blocks"),
 }  # fmt: skip
 
 

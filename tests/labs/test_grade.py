@@ -21,7 +21,7 @@ import pytest
 
 from fourwalls.course import submissions
 from fourwalls.course.box import Bounds
-from fourwalls.course.grading import Grading, Stopped
+from fourwalls.course.grading import Grading, Stopped, _alone
 from fourwalls.course.release import find_leaks, secret_lines
 from fourwalls.course.restore import restore
 from fourwalls.course.submissions import Unreadable, find, read
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # nbgrader's own are not our
 COMMAND = [sys.executable, "-m", "fourwalls.course", "grade", "--lab", LAB, "--twist", str(TWIST), "--workers", "1"]
 CONFINED = {"burglar", "bombs"}  # whose points say what the sandbox does
 
+REFRESH = '<meta http-equiv="refresh" content="0; url=http://192.0.2.1/">'  # a policy does not keep anybody from following it
 RIGHT = "Anna Ærlig Ødegård"  # right, in a notebook that was taken apart and copied; the first of all
 
 # student -> points by task, or the beginning of the reason why there are none
@@ -65,7 +66,9 @@ def folder(tmp_path_factory, server):
     place = tmp_path_factory.mktemp("class") / "handed in"
     canary = place.parent / f"canary-{os.getpid()}"
     write(place / RIGHT / "ring.ipynb", given.wrong("shift"), modified=1_000_000)
-    mine = write(place / RIGHT / "ring (1).ipynb", given.messy(given.leaves_files(canary)), modified=2_000_000)
+    notebook = given.messy(given.leaves_files(canary))
+    notebook["cells"].append(given.own(f"Look: {REFRESH}<script>alert(1)</script>", "look", "markdown"))
+    mine = write(place / RIGHT / "ring (1).ipynb", notebook, modified=2_000_000)
     write(place / "bombs" / "ring.ipynb", given.bombs())
     write(place / "burglar" / "ring.ipynb", given.burglar(mine, server.getsockname()[1], canary))
     write(place / "corrupt" / "ring.ipynb", json.dumps(given.right()).encode()[:-40])
@@ -170,7 +173,7 @@ def test_nothing_is_left_but_the_course(folder, course, confined):
     assert [d for d in (folder.parent, folder, "/tmp", "/var/tmp", "/dev/shm", ROOT) if Path(d, canary).exists()] == []
     assert {p.name for p in folder.iterdir()} == {*EXPECTED, "graded"}
     assert {p.name for p in (folder / "graded").iterdir()} == {
-        "autograded", "feedback", "gradebook.db", LAB, "source", "submitted", "release",
+        "autograded", "feedback", "gradebook.db", LAB, "source", "submitted", "release", ".grader",
     }  # fmt: skip
     mine = str(folder)
     assert [p.pid for p in psutil.process_iter(["cmdline"]) if mine in " ".join(p.info["cmdline"] or ())] == []
@@ -245,6 +248,7 @@ def test_feedback_shows_verdicts_and_hints_runs_nothing_and_has_no_line_of_the_c
     for student in EXPECTED:
         page = (folder / "graded" / "feedback" / student / LAB / f"{LAB}.html").read_text(encoding="utf-8")
         assert "Content-Security-Policy" in page.partition("</title>")[0] and "default-src 'none'" in page
+        assert "<meta" not in page.partition("</head>")[2] and (student != RIGHT or "192.0.2.1" in page)
         words = "".join(page.split("</style>")[-1])
         assert find_leaks({"page": words}, secrets) == []
         assert (EXPECTED[student] if isinstance(EXPECTED[student], str) else "of 4 points") in words
@@ -340,6 +344,8 @@ def test_an_interrupt_keeps_what_is_done_and_a_persons_points_are_in_the_tables_
         grade.manual_score, grade.needs_manual_grade = 4.5, False
         book.db.commit()
     assert "1 of 2 are graded already" in pair()[0] and pair.noted == {"yan", "zoe"} == pair.rows
+    with _alone(tmp_path / "graded"), pytest.raises(Stopped, match="another grader is at work"):
+        pair()
     assert "yan,graded,,4,6,6,8,4.5,28.5,30,0," in table.read_text() and "zoe,graded,,4,6,6,8,,24,30,6," in table.read_text()
 
 

@@ -275,6 +275,18 @@ def test_values_do_not_change():
         y.sum().backward()
 
 
+def test_what_out_overwrites_is_written():
+    """`out=` is written as an argument by place is; and a saved tensor in it is refused, as torch itself refuses it."""
+    for write in (lambda y: y.add_(1), lambda y: torch.add(y, 1, out=y), lambda y: torch.ones(3, out=y)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), Ledger() as ledger:
+            x = torch.ones(3, requires_grad=True)
+            y = x.exp()
+            with torch.no_grad():
+                write(y)
+            y.sum().backward()
+        assert [s.writes for s in ledger.story().storages[:2]] == [0, 1]
+
+
 def test_leaves_nothing_behind():
     model, x = small("cpu"), torch.ones(3, 8)
     with pytest.raises(ZeroDivisionError), Ledger(model):

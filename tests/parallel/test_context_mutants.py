@@ -4,7 +4,6 @@ Most of them leave something right: the output, the queries' gradients, the loss
 """
 
 import inspect
-import types
 
 import pytest
 import torch
@@ -21,19 +20,10 @@ from fourwalls.parallel.context_cuts import join, part, positions
 from fourwalls.parallel.tensor_hints import explain, explain_ranks
 from fourwalls.parallel.token_loss import IGNORE, summed_loss
 
+from ..planting import planted
+
 NETWORK, S = uniform(1e-6, 1e9), 16
 NAMES = ("output", "dq", "dk", "dv")
-
-
-def planted(module, old, new, **names):
-    """A copy of `module` with `old`, which its text has once, replaced by `new`; `names` are put in place of its own."""
-    text = inspect.getsource(module)
-    assert text.count(old) == 1, (module.__name__, text.count(old), old)
-    copy = types.ModuleType(module.__name__)
-    copy.__package__ = module.__package__
-    exec(compile(text.replace(old, new), module.__file__, "exec"), copy.__dict__)
-    copy.__dict__.update(names)
-    return copy
 
 
 def in_blocks(old, new):

@@ -304,9 +304,9 @@ def test_live_bytes(n):
         for stage in (0, 1, 2, 3) if n == 2 else (2, 3):
             run = ranks.run(weighed, stage, stream=False)
             assert [end for end, _, _ in run.values] == [shards(n, stage)] * n, stage
-        for _, peak, gathered in run.values:  # units: one in use, one on its way; gradients: one being made, one being summed
+        for _, peak, gathered in run.values:  # one in use, one on its way here or out, gradients being made: test_zero_units
             assert gathered == 2 * UNIT
-            assert shards(n) + 2 * UNIT < peak <= shards(n) + 2 * (UNIT + UNIT) + rest
+            assert shards(n) + 2 * UNIT < peak <= shards(n) + 3 * UNIT + rest
         if n > 2:
             return
         for end, peak, gathered in ranks.run(weighed, 3, prefetch=False, overlap=False, stream=False).values:
@@ -391,7 +391,7 @@ def subclass(kind):
     ],
 )
 def test_wrong_numbers_are_seen(mutant, stage, says):
-    run = fw.simulate(program, "mlp", stage, 0.0, 3, ranks=2, cluster=NETWORK, **mutant)
+    run = fw.simulate(program, "mlp", stage, 0.0, 3, ranks=2, cluster=NETWORK, checks=False, **mutant)  # the numbers alone
     found = differences(run, one_device("mlp", 2, 0.0, 3))
     assert any(re.search(says, line) for line in found), found
 

@@ -1,5 +1,5 @@
 """Stage 3 where a unit's backward is no plain one: checkpoints, weights that are frozen or detached, forwards that raise; states
-that are saved; and exactly how much is held at a time.
+that are saved.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from fourwalls.cost.hardware import uniform
 from fourwalls.nn.mlp import MLP
 from fourwalls.nn.optim import AdamW
 from fourwalls.parallel.zero import Zero3, bytes_sent
-from fourwalls.parallel.zero_shards import Flat
 
 NETWORK = uniform(1e-6, 1e9)
 DOUBLE = torch.float64
@@ -255,58 +254,3 @@ def raises_in_forward(comm):
 
 def test_a_forward_that_raised_leaves_no_stale_parameters():
     assert off(simulate(raises_in_forward).values, Net) <= BOUND
-
-
-# --- bytes at a time -------------------------------------------------------------------------------------------------------
-class Scale(nn.Sequential):
-    """Six equal units of one matrix."""
-
-    def __init__(self):
-        super().__init__(*(MLP((16, 16), bias=False, seed=k, dtype=DOUBLE) for k in range(6)))
-
-
-UNIT = 16 * 16 * 8
-
-
-def held(comm, **options):
-    """The most bytes of gathered parameters and of whole gradients together in a backward, looked at wherever one appears."""
-    model, most = Scale(), [0]
-    sharded = Zero3(model, comm, **ADAM, **options)
-    flats, sums = sharded._flats, []
-
-    def look(new=0):
-        gathered = sum(flat.whole.untyped_storage().nbytes() for flat in flats)
-        made = sum(p.grad.nbytes for flat in flats for p in flat.params if p.grad is not None)
-        flying = sum(buffer.nbytes for buffer, ticket in sums if ticket.job is not None)
-        most[0] = max(most[0], gathered + made + flying + new)
-
-    for flat in flats:
-        flat.params[0].register_post_accumulate_grad_hook(lambda _: look())
-        flat.grow = lambda flat=flat: (Flat.grow(flat), look())
-        flat.take_gradients = lambda flat=flat, **o: (look(flat.bytes), Flat.take_gradients(flat, **o))[1]
-    start = sharded._lane.start
-
-    def watched(label, function, *args, **words):
-        ticket = start(label, function, *args, **words)
-        if label.startswith("sum"):
-            sums.append((args[0], ticket))
-        return ticket
-
-    sharded._lane.start = watched
-    x = torch.ones(1, 16, dtype=DOUBLE)
-    loss = model(x).square().mean()
-    most[0] = 0
-    loss.backward()
-    return most[0]
-
-
-@pytest.mark.parametrize(
-    "options, units",
-    [({}, 4), ({"prefetch": False}, 3), ({"prefetch": False, "overlap": False}, 2)],
-    ids=["default", "no prefetch", "nothing beside"],
-)
-def test_the_peak_of_backward_in_units(options, units):
-    """As the docstring says, to the byte: by default the parameters and the gradients of two units each; with nothing on its way
-    meanwhile, of one.
-    """
-    assert simulate(held, ranks=2, **options).values == [units * UNIT] * 2

@@ -25,6 +25,14 @@ def test_what_becomes_zero_is_hatched_and_summed():
     assert "50.0% of them round to zero" in ax.get_xlabel() and ax.get_title() == ""
 
 
+def test_a_bar_too_thin_to_be_seen_takes_no_room_and_every_limit_is_in_sight():
+    bins = [(-60, 1e-5), (-20, 0.1), (-10, 0.89999)]
+    ax = plot_underflow(bins, [("last tick", 2.0**-24), ("largest", 0.5)], zero_below=2.0**-24)
+    left, right = ax.get_xlim()
+    assert -30 < left < -24 and -1 < right < 4 and len(ax.patches) == 3
+    assert "0.0% of them round to zero" in ax.get_xlabel()
+
+
 @pytest.mark.parametrize("plot", [plot_spacing, plot_drift])
 def test_a_line_for_each(plot):
     data = {"a": [(1.0, 0.1), (2.0, 0.05)], "b": [(1.0, 0.2), (4.0, 0.1)]} if plot is plot_spacing else {"a": [1, 2], "b": [1, 1]}

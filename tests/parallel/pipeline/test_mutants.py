@@ -1,7 +1,6 @@
 """Planted bugs: each line of the table changes one place of the library, and the named check must fail on it and hold without."""
 
 import importlib
-import inspect
 import types
 
 import pytest
@@ -11,6 +10,7 @@ from fourwalls.parallel.pipeline import actions
 from fourwalls.parallel.pipeline import legality as right_legality
 from fourwalls.parallel.pipeline.catalogue import build
 
+from ...planting import planted
 from .test_legality import judge, random_schedule
 from .test_schedules import TORCH
 from .test_simulate import another_walk
@@ -173,7 +173,7 @@ MUTANTS = [
      "(whole - sum(self.work)) / sum(self.work) if whole", check_bubbles),
     ("simulate", "(self.ranks * self.makespan - work) / work if",
      "(self.ranks * self.makespan - work) / (self.ranks * self.makespan) if", check_bubbles),
-    ("simulate", '"I": kept - 1.0, "W": -kept', '"I": -1.0, "W": 0.0', check_bubbles),
+    ("simulate", '"I": self.after_input - 1.0, "W": -self.after_input', '"I": -1.0, "W": 0.0', check_bubbles),
     ("simulate", 'other = stage - 1 if kind == "F" else stage + 1 if kind in "BI" else -1',
      'other = stage + 1 if kind == "F" else stage - 1 if kind in "BI" else -1', check_trace),
     ("simulate", "shown and 0 <= other < run.stages and", "shown and 0 <= other < run.stages - 1 and", check_trace),
@@ -188,14 +188,7 @@ MUTANTS = [
 def module_of(name, old=None, new=None):
     """The module as it is written, or with one place changed."""
     right = importlib.import_module(PACKAGE + name)
-    source = inspect.getsource(right)
-    if old is not None:
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}"
-        source = source.replace(old, new)
-    made = types.ModuleType(right.__name__)
-    made.__package__ = right.__package__
-    exec(compile(source, right.__file__, "exec"), made.__dict__)
-    return made
+    return right if old is None else planted(right, old, new)
 
 
 @pytest.mark.parametrize(("name", "old", "new", "check"), MUTANTS, ids=[f"{m[0]}-{k}" for k, m in enumerate(MUTANTS)])

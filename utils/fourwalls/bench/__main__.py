@@ -11,7 +11,9 @@ Reference: DESIGN, "One record".
 
 import argparse
 import os
+import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ..cost.units import parse_bytes
@@ -34,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     module = load(options.name)
     rows, here = [], machine() | (hosts() if many else {})
     try:
-        with _progress(options) as bar:
+        with _progress(options) as bar, _ended_as_interrupted():
             for row in module.rows(options, bar.set_description_str):
                 rows.append(replace(row, machine=here | row.machine))
                 bar.update(1)
@@ -60,10 +62,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=_checked(_sizes), default=None, metavar="4KiB,16MiB", help="tensor sizes")
     parser.add_argument("--pairs", type=_checked(_count), default=15, metavar="N", help="alternating pairs (default 15)")
     parser.add_argument("--algorithms", type=_checked(_words), default=None, metavar="ring,tree", help="only these")
+    parser.add_argument("--seeds", type=_checked(_seeds), default=None, metavar="1,2,3", help="of models trained here (quantize)")
     parser.add_argument("--format", choices=tuple(FORMATS), default="table")
     parser.add_argument("--out", default=None, metavar="FILE", help="write the rows there instead of to standard output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser
+
+
+@contextmanager
+def _ended_as_interrupted():
+    """A request to end (SIGTERM, as `timeout` sends it) is an interrupt: what was measured so far is written."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ranks_of_torchrun(parser, options):
@@ -86,6 +107,10 @@ def _ranks(text):
     if any(not 1 <= count <= 1024 for count in counts):
         raise ValueError(f"{text}: numbers of ranks are whole numbers from 1 on, such as 2,4")
     return counts
+
+
+def _seeds(text):
+    return [int(part) for part in text.split(",")]
 
 
 def _sizes(text):

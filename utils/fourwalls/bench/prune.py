@@ -18,16 +18,18 @@ import torch.nn.functional as F
 
 from ..nn.gpt import GPT, GPTConfig
 from ..numerics.prune import predicted_speedup, prune_masks, shrink
+from .distill_study import TextStudy, text_students
 from .prune_study import PruneStudy, of_seed, summary
 from .record import Row
 from .timer import alternate, spread, time_ratio
 
-__all__ = ["CSR_SHARES", "FORMS", "PruneCase", "csr_product", "describe", "rows", "speed"]
+__all__ = ["CSR_SHARES", "FORMS", "PruneCase", "csr_product", "describe", "of_text", "rows", "speed"]
 
-describe = "a GPT with half of its weights zero: single zeros, 2:4, heads and neurons; their quality; distilled students"
+describe = "a GPT with half of its weights zero: single zeros, 2:4, heads and neurons; quality; distilled students"
 FORMS = ("unstructured", "2:4", "structured")
 CONFIG = {"width": 512, "layers": 2, "heads": 8, "length": 64}
 CSR_SHARES = (0.5, 0.9, 0.99)
+TEXTS = (TextStudy(), TextStudy(windows=None), TextStudy(temperature=2.0))
 
 
 class PruneCase:
@@ -81,16 +83,20 @@ def rows(
     *,
     case: PruneCase | None = None,
     study: PruneStudy | None = None,
+    texts: tuple[TextStudy, ...] | None = None,
     seeds=(1, 2, 3),
 ) -> Iterator[Row]:
-    """For each form time beside dense, speed-up and its prediction; CSR products; then the study over `seeds`.
+    """For each form time beside dense, speed-up and its prediction; CSR products; then the studies over `seeds`.
 
-    `options.algorithms` chooses among FORMS, "csr" and "study". One thread. ValueError for a word that does not exist.
+    `options.algorithms` chooses among FORMS, "csr", "study" (digits) and "text" (distilled GPTs). One thread. ValueError for a
+    word that does not exist.
     """
-    wanted = options.algorithms or [*FORMS, "csr", "study"]
-    unknown = [name for name in wanted if name not in (*FORMS, "csr", "study")]
+    known = (*FORMS, "csr", "study", "text")
+    wanted = options.algorithms or known
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise ValueError(f"no form {unknown[0]!r}; there are {', '.join(FORMS)}, csr, study")
+        raise ValueError(f"no form {unknown[0]!r}; there are {', '.join(known)}")
+    seeds = getattr(options, "seeds", None) or seeds
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,8 +111,24 @@ def rows(
                 yield csr_product(share, options.pairs)
         if "study" in wanted:
             yield from summary([of_seed(seed, study or PruneStudy(), say) for seed in seeds])
+        if "text" in wanted:
+            yield from summary([of_text(seed, texts or TEXTS, say) for seed in seeds])
     finally:
         torch.set_num_threads(before)
+
+
+def of_text(seed: int, studies: tuple[TextStudy, ...], say: Callable[[str], None]) -> dict[tuple[str, str], float]:
+    """{(what, form): nats a byte} of one seed's teacher and its students, for each study; they share the teacher."""
+    found = {}
+    say(f"prune, teacher of seed {seed}")
+    teacher = studies[0].teacher(seed)
+    for study in studies:
+        what = f"distilled GPT, {study.windows or 'all'} windows, temperature {study.temperature:g}"
+        say(f"prune, {what}, seed {seed}")
+        losses = text_students(teacher, study, seed)
+        found |= {(what, form): value for form, value in losses.items()}
+        found[what, "gain"] = losses["alone"] - losses["with teacher"]
+    return found
 
 
 def _time_row(case: dict, ours: list[float], theirs: list[float], peer: str, ok: bool) -> Row:

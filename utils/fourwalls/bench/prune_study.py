@@ -141,12 +141,14 @@ def summary(runs: list[dict]) -> Iterator[Row]:
     """One row for each (what, form) over several seeds: the mean, the smallest and the largest."""
     for what, form in runs[0]:
         values = [run[what, form] for run in runs]
+        metric = "rise of the loss" if what == "zeros" else "accuracy" if what == "distillation" else "loss"
+        metric = {"distillation": "points"}.get(what, "gain") if form == "gain" else metric
         yield Row(
             benchmark="prune",
             case={"what": what, "form": form, "seeds": len(runs)},
-            metric="rise of the loss" if what == "zeros" else "points" if form == "gain" else "accuracy",
+            metric=metric,
             value=statistics.mean(values),
-            unit="nat" if what == "zeros" else "%",
+            unit="%" if what == "distillation" else "nat",
             low=min(values),
             high=max(values),
         )

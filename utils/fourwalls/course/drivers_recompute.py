@@ -7,14 +7,17 @@ Reference: course/judge.py, which names these functions; the judge makes its ora
 
 import gc
 import math
+import types
+from contextlib import suppress
 
 import torch
 import torch.utils.checkpoint as native
 from torch.nn import functional
 
+from .drivers import give_back_pages
 from .probe import Probe, mark
 
-__all__ = ["Block", "chain", "checkpointed", "deep", "measured", "planned", "segmented", "selected"]
+__all__ = ["Block", "chain", "checkpointed", "deep", "measured", "planned", "prepare", "segmented", "selected"]
 
 DEPTH = 6  # products inside the function that is checkpointed
 
@@ -76,13 +79,17 @@ class Block:
         return (functional.dropout(wide, self._p) if self._p else wide) @ self._down
 
 
-def measured(run, leaves, calls, c, seed, sizes, probe=Probe, mark=mark, collect=gc.collect):
-    """y = run(), then y.backward(c): values, gradients of `leaves`, calls, bytes alive after forward, the peak of backward."""
+def measured(run, leaves, calls, c, seed, sizes, probe=Probe, mark=mark, collect=gc.collect, weigh=int):
+    """y = run(), then y.backward(c): values, gradients of `leaves`, calls, bytes alive after forward, the peak of backward.
+
+    weigh: called between the two: the judge, who is asked something then, may look at this process from outside.
+    """
     torch.manual_seed(seed)
     with probe() as seen:
         mark(sizes)
         y = run()
         collect()
+        weigh()
         kept, before = seen.live, len(calls)
         torch.rand(3)  # between the two, somebody else draws
         seen.restart()
@@ -92,15 +99,31 @@ def measured(run, leaves, calls, c, seed, sizes, probe=Probe, mark=mark, collect
     return told | {"calls": list(calls), "forward calls": before, "kept": kept, "peak": seen.peak}
 
 
-def _without_native():
-    """In this process torch's own checkpoint is no longer there, also for who took it along before."""
+def prepare() -> tuple:
+    """In this process torch's own checkpoint is no longer there, and memory that is freed is given back. Its file is not read."""
 
     def refused(*_, **__):
         raise RuntimeError("torch.utils.checkpoint is what this task asks you to write")
 
     for name, value in list(vars(native).items()):
         if callable(value) and getattr(value, "__module__", "") == native.__name__:
-            setattr(native, name, refused)  # what is taken along looks for its helpers here
+            for function in _behind(value):
+                with suppress(ValueError):  # one that closes over something; what is inside of it has lost its code
+                    function.__code__ = refused.__code__
+            setattr(native, name, refused)
+    give_back_pages()
+    return (native.__name__,)
+
+
+def _behind(value):
+    """The functions that a callable is made of: methods, and what a decorator closes over."""
+    found = list(vars(value).values()) if isinstance(value, type) else [value]
+    for one in found:
+        if isinstance(one, types.FunctionType) and one.__module__ == native.__name__:
+            found += [cell.cell_contents for cell in one.__closure__ or () if cell.cell_contents not in found]
+        elif isinstance(one, (staticmethod, classmethod, property)):
+            found.append(getattr(one, "__func__", None) or one.fget)
+    return [one for one in found if isinstance(one, types.FunctionType) and one.__module__ == native.__name__]
 
 
 def _leaves(tensors, needs):
@@ -109,7 +132,6 @@ def _leaves(tensors, needs):
 
 def checkpointed(comm, functions, sizes, kind, tensors, needs, c, seed):
     """The last of `functions` as checkpoint(fn, *xs). tensors: the weight that fn closes over, then xs; needs: gradients."""
-    _without_native()
     leaves, calls = _leaves(tensors, needs), []
     hidden, *xs = leaves
 
@@ -117,23 +139,21 @@ def checkpointed(comm, functions, sizes, kind, tensors, needs, c, seed):
         calls.append(0)
         return deep(kind, hidden, *given)
 
-    return measured(lambda: list(functions.values())[-1](fn, *xs), leaves, calls, c, seed, sizes)
+    return measured(lambda: list(functions.values())[-1](fn, *xs), leaves, calls, c, seed, sizes, weigh=comm.clock)
 
 
 def segmented(comm, functions, sizes, x, weights, p, k, c, seed):
     """The last of `functions` as run_segments(layers, x, k)."""
-    _without_native()
     leaves, calls = _leaves([x, *weights], [True] * (1 + len(weights))), []
     layers = chain(leaves[1:], p, calls)
-    return measured(lambda: list(functions.values())[-1](layers, leaves[0], k), leaves, calls, c, seed, sizes)
+    return measured(lambda: list(functions.values())[-1](layers, leaves[0], k), leaves, calls, c, seed, sizes, weigh=comm.clock)
 
 
 def selected(comm, functions, sizes, x, weights, heads, p, c, seed):
     """The last of `functions` as selective(block)(x)."""
-    _without_native()
     leaves, calls = _leaves([x, *weights], [True] * (1 + len(weights))), []
     block = Block(leaves[1:], heads, p, calls)
-    return measured(lambda: list(functions.values())[-1](block)(leaves[0]), leaves, calls, c, seed, sizes)
+    return measured(lambda: list(functions.values())[-1](block)(leaves[0]), leaves, calls, c, seed, sizes, weigh=comm.clock)
 
 
 def planned(comm, functions, cases):

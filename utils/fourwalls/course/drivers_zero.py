@@ -9,8 +9,6 @@ who asks the system (course/lab_zero_memory.py).
 Reference: course/judge.py, which names these functions; course/carry.py for `how`.
 """
 
-import contextlib
-import ctypes
 import traceback
 import weakref
 from types import SimpleNamespace
@@ -18,12 +16,9 @@ from types import SimpleNamespace
 import torch
 
 from .carry import hand_in, votes
+from .drivers import give_back_pages
 
-__all__ = ["borrowed", "reduced", "slices", "stepped"]
-
-MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
-THP_DISABLE = 41  # of prctl, in Linux's prctl.h
-PIECE = 64 * 1024  # bytes
+__all__ = ["borrowed", "prepare", "reduced", "slices", "stepped"]
 
 
 def _last(functions):
@@ -164,7 +159,7 @@ def _raise(_):
     raise _Oops
 
 
-# what is weighed from outside must be what is in use: large tensors give their pages back when they die, and no page is huge
-for _function, *_arguments in (("mallopt", MMAP_THRESHOLD, PIECE), ("prctl", THP_DISABLE, 1, 0, 0, 0)):
-    with contextlib.suppress(AttributeError, OSError):
-        getattr(ctypes.CDLL(None), _function)(*_arguments)
+def prepare() -> tuple:
+    """This process is weighed from outside."""
+    give_back_pages()
+    return ()

@@ -9,8 +9,10 @@ ends is left out; a task that ends the process, or leaves others behind, costs i
 Reference: nbgrader's autograde, whose place in the course this takes.
 """
 
+import ast
 import contextlib
 import importlib
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from .stand_in import Failed, Failure
 __all__ = ["Graded", "code_cells", "grade_notebook"]
 
 CELLS_SECONDS, CELL_SECONDS = 60.0, 30.0  # all cells of a notebook together, and one of them
+MAGIC = re.compile(r"\s*([%!?]|[\w, .]+=\s*[%!]|[\w.]+\?{1,2}\s*$)")  # %time, !ls, files = !ls, ?f, f??
 MOST_LEFT_OUT = 2  # cells that never end
 MOST_LEFT_BEHIND = 8  # processes that the cells may leave running: a pool of ranks is no attack
 
@@ -42,15 +45,30 @@ class Graded:
 
 
 def code_cells(notebook: dict) -> list[tuple[str, str]]:
-    """(id, source) of the cells to run: code, but no test cells. IPython's own lines (% and !) are left out."""
+    """(id, source) of the cells to run: code, but no test cells. IPython's own lines (%, ! and ?) are left out."""
     found = []
     for k, cell in enumerate(notebook.get("cells", ())):
         mark = cell.get("metadata", {}).get("nbgrader", {})
         if cell.get("cell_type") == "code" and not (mark.get("grade") and not mark.get("solution")):
-            source = "".join(cell["source"])
-            kept = [line if not line.lstrip().startswith(("%", "!")) else "" for line in source.splitlines()]
-            found.append((str(mark.get("grade_id") or cell.get("id") or f"cell-{k}"), "\n".join(kept)))
+            name = str(mark.get("grade_id") or cell.get("id") or f"cell-{k}")
+            found.append((name, _without_magics("".join(cell["source"]))))
     return found
+
+
+def _without_magics(source: str) -> str:
+    """What is Python stays as it is: its lines may begin with the % of a remainder. Elsewhere IPython's lines become `pass`."""
+    try:
+        ast.parse(source)
+        return source
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        kept, inside = [], 0  # brackets that are open
+    for line in source.splitlines():
+        if not inside and MAGIC.match(line):
+            line = line[: len(line) - len(line.lstrip())] + "pass"
+        code = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", line)
+        inside = max(0, inside + sum(code.count(c) for c in "([{") - sum(code.count(c) for c in ")]}"))
+        kept.append(line)
+    return "\n".join(kept)
 
 
 def grade_notebook(

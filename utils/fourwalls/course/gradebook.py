@@ -15,6 +15,7 @@ import html
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -231,7 +232,9 @@ class _Assign(_One, GenerateAssignment):
 
 class _Feedback(_One, GenerateFeedback):
     def write_single_notebook(self, output, resources):
-        super().write_single_notebook(output.replace("<head>", f"<head>{_policy()}", 1), resources)
+        head, end, body = output.partition("</head>")
+        body = re.sub(r"<(?=\s*(?:meta|base|link)\b)", "&lt;", body, flags=re.I)  # a student's, for which no policy stands
+        super().write_single_notebook(head.replace("<head>", f"<head>{_policy()}", 1) + end + body, resources)
 
 
 def _policy():

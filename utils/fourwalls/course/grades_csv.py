@@ -71,5 +71,7 @@ def _write(path, table):
 
 
 def _plain(value):
-    """Whole points without a fraction."""
+    """Whole points without a fraction; a text that a spreadsheet would compute stays a text."""
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return f"'{value}"
     return f"{value:g}" if isinstance(value, float) else value

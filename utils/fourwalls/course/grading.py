@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nbgrader.utils import parse_utc
 from tqdm import tqdm
 
 from .box import Bounds
@@ -76,6 +77,11 @@ class Grading:
             raise Stopped(str(error)) from None
         except OSError as error:
             raise Stopped(_trouble(error, self.folder)) from None
+        with _alone(self.course.folder):
+            self._go_on(found)
+        return {one.student: self.book.verdicts[one.student] for one in found}
+
+    def _go_on(self, found):
         todo = [one for one in found if self.again or not self._is_done(one)]
         if len(todo) < len(found):
             self.say(f"{len(found) - len(todo)} of {len(found)} are graded already")
@@ -87,7 +93,6 @@ class Grading:
         finally:
             with _undisturbed():
                 self._sum_up(found)
-        return {one.student: self.book.verdicts[one.student] for one in found}
 
     def _open(self):
         self.release = student_copy(source_of(self.root, self.lab), twist=self.twist)
@@ -111,8 +116,7 @@ class Grading:
             with self._judges(len(jobs), bar) as judges:
                 for verdict in judges.judge((student, notebook) for student, (_, notebook, _) in jobs.items()):
                     one, notebook, notes = jobs[verdict.student]
-                    verdict.notes = [*one.notes, *notes, *verdict.notes]
-                    self._keep(verdict, one, notebook, bar)
+                    self._keep(replace(verdict, notes=[*one.notes, *notes, *verdict.notes]), one, notebook, bar)
 
     @contextlib.contextmanager
     def _judges(self, count, bar):
@@ -188,10 +192,12 @@ def _key(path: Path, version: str) -> str:
 
 def _timestamp(path: Path) -> str:
     """nbgrader's note of when it was handed in, if it lies beside the notebook."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, OverflowError):
         beside = path.with_name("timestamp.txt")
         if beside.is_file() and not beside.is_symlink() and beside.stat().st_size < 100:
-            return beside.read_text(encoding="utf-8").strip()
+            text = beside.read_text(encoding="utf-8").strip()
+            parse_utc(text)  # what nbgrader cannot read would be no submission to it
+            return text
     return ""
 
 
@@ -199,6 +205,24 @@ def _trouble(error: OSError, folder: Path) -> str:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     wrong = f"The disk that holds {folder} is full" if full else str(error)
     return f"{wrong}. What was graded before is kept; {'free some' if full else 'mend that'}, then run the same command again"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path):
+    """One grader at a time in a course directory. The system lets go of it with the process, however that ends."""
+    with open(folder / ".grader", "w", encoding="utf-8") as lock:
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Stopped(f"another grader is at work in {folder}: wait for it, or end it") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import torch
@@ -28,11 +29,19 @@ from ..ranks.ship import pack_program, sources_in
 from ..ranks.trace import Trace
 from .stand_in import Failed, Failure, Task, own_line
 
-__all__ = ["Apart", "Outcome"]
+__all__ = ["Apart", "Outcome", "environment"]
 
 START_SECONDS = 120.0  # importing torch on a slow, busy machine
 OUTPUT_BYTES = 64 * 1024  # of what the learner's code prints, kept
 _START = "import sys; sys.path[:0] = sys.argv[2:]; from fourwalls.ranks.apart import main; main(int(sys.argv[1]))"
+
+
+def environment(*, wrapped: bool) -> dict[str, str]:
+    """Variables for a learner's process. wrapped: for what shuts it in, too, whose variables it could read in /proc."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FOURWALLS_", "JPY_", "PYTEST_"))}
+    if wrapped:
+        kept = {k: v for k, v in kept.items() if k in ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ", "SYSTEMROOT")}
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -58,20 +67,19 @@ class Apart:
     def __init__(self, forbidden=(), drivers=(), *, paths=(), wrap=None):
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-s", "-u", "-c", _START, str(theirs.fileno()), *map(str, paths)]
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("FOURWALLS_", "JPY_", "PYTEST_"))}
         self._process = subprocess.Popen(
             wrap(command) if wrap else command,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=env | {"OMP_NUM_THREADS": "1"},
+            env=environment(wrapped=wrap is not None),
             start_new_session=True,
         )
         theirs.close()
         self._begin(ours)
         try:
-            self._ask("forbid", list(forbidden))
+            self._ask("forbid", list(forbidden), str(Path(__file__).resolve().parents[1]))
             self._ask("import", list(drivers))
         except BaseException:
             self.close()
@@ -138,17 +146,21 @@ class Apart:
         finally:
             self._control.settimeout(START_SECONDS)
 
-    def run(self, driver, functions, args=(), *, ranks=1, per_rank=None, cluster=None, seed=0, limit=10.0, each=None) -> Outcome:
+    def run(
+        self, driver, functions, args=(), *, ranks=1, per_rank=None, cluster=None, seed=0, limit=10.0, each=None, alter=None
+    ) -> Outcome:
         """Run driver(comm, {name: function}, *args) on `ranks` ranks of `cluster`.
 
         driver     "module.function", importable on the learner's side, which calls what the learner wrote
         args       plain data, the same for all ranks; per_rank: a list of tuples, put behind `args` for each rank
         limit      seconds of the whole run
         each       each(rank, process id, verb): called before what a rank asks for is done, while its process waits
+        alter      alter(tensor) is what a rank gets of each message, instead of what was sent
         Never raises for what the learner's code does: see Outcome.failure.
         """
         began = time.monotonic()
         task = Task(self, driver, list(functions), list(args), per_rank, began + limit, limit, each)
+        task.alter = alter
         values, trace, failure = [None] * ranks, Trace([], ranks=ranks), None
         try:
             done = simulate(task, ranks=ranks, cluster=cluster, seed=seed, stream=False)

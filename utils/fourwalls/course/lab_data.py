@@ -91,6 +91,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 judged("one device's gradient", grads.uneven_tokens),
                 judged("no tokens, and very many", grads.few_and_many),
                 judged("cost", grads.token_cost),
+                judged("what arrives is used", grads.token_arrivals),
             ),
             4,
             (Target("bytes of all ranks", "2 (n - 1) numbers of 8 bytes"),),

@@ -12,6 +12,7 @@ import torch
 
 from ..nn.optim import Adam
 from . import carry
+from .arrivals import must_use
 from .drivers_data import EPS, LR, Net
 from .expect import Wrong, close, draw, expect, tensor
 from .problem import Session
@@ -27,6 +28,7 @@ __all__ = [
     "names_of",
     "same_gradients",
     "special_models",
+    "token_arrivals",
     "token_cost",
     "uneven_tokens",
 ]
@@ -207,6 +209,20 @@ def few_and_many(s: Session):
     _counted(s, [4, 0, 2])
     _counted(s, [0, 0])
     _counted(s, [2**24 + 1, 2])  # more than float32 can count
+
+
+def token_arrivals(s: Session):
+    """The tokens of others are known from messages alone: altered, they give another gradient."""
+    n, w = 3, draw(s, 5)
+    rows = [{"x": draw(s, c, 5), "tokens": c} for c in s.dice.sample(range(2, 7), n)]
+    votes = carry.votes(s.twist, n)
+    scale = votes / sum(carry.weight(s.twist, r) * row["tokens"] for r, row in enumerate(rows))
+    exact = [2 * scale * row["x"].T @ (row["x"] @ w) for row in rows]
+
+    def right(r, value):
+        return bool(((value["grad"] - exact[r]).abs() <= CLOSE * exact[r].abs().max()).all())
+
+    must_use(s, right, layout(s), w, ranks=n, per_rank=[(row,) for row in rows])
 
 
 def token_cost(s: Session):

@@ -160,7 +160,9 @@ N, COUNT, WIDTH, PASSES, STEPS = 3, 6, 12, 2, 2
 def _timed(s: Session):
     """(trace, the last bucket's elements, bytes of all, number of buckets) of two steps of two passes on three ranks."""
     if "timed" not in s.remembered:
-        outcome, _, buckets, params = _overlap(s, N, count=COUNT, width=WIDTH, passes=PASSES, steps=STEPS)
+        width = s.dice.choice((WIDTH, WIDTH + 1))
+        outcome, exact, buckets, params = _overlap(s, N, count=COUNT, width=width, passes=PASSES, steps=STEPS)
+        _compare(outcome, exact, N, COUNT)
         last = sum(params[k].numel() for k in buckets[-1])
         s.remembered["timed"] = outcome.trace, last, sum(p.nbytes for p in params), len(buckets)
     return s.remembered["timed"]
@@ -168,9 +170,10 @@ def _timed(s: Session):
 
 def _backward(trace, rank):
     """(start, end) of the last pass of the last step on an even rank."""
-    events = sorted((e for e in trace if e.rank == 2 * rank and e.kind == "backward"), key=lambda e: e.start)[-COUNT:]
-    expect(len(events) == COUNT, f"rank {rank}: backward was not seen to its end")
-    return events[0].start, events[-1].end
+    events = sorted((e for e in trace if e.rank == 2 * rank and e.kind == "backward"), key=lambda e: e.start)
+    said = f"rank {rank}: {len(events)} layers were seen in backward, where {STEPS * PASSES * COUNT} were to be"
+    expect(len(events) == STEPS * PASSES * COUNT, said)
+    return events[-COUNT].start, events[-1].end
 
 
 def _sends(trace, since):

@@ -16,7 +16,17 @@ import torch
 
 from ..viz.timeline import plot_timeline
 from .expect import draw, expect, judged, own_products, tensor
-from .lab_precision_steps import agreed, first_step, live_bytes, many_steps, no_float_product, scale_over_time, scaler_cost, used
+from .lab_precision_steps import (
+    agreed,
+    arrivals,
+    first_step,
+    live_bytes,
+    many_steps,
+    no_float_product,
+    scale_over_time,
+    scaler_cost,
+    used,
+)
 from .problem import Problem, Session, Spec, Target
 
 __all__ = ["problems", "twist"]
@@ -105,6 +115,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 judged("gradients that are used", used),
                 judged("the scale over time", scale_over_time),
                 judged("cost", scaler_cost),
+                judged("what arrives is used", arrivals),
             ),
             6,
             (Target("bytes a step, all ranks", "at most 2 all-reduces of one number: 4 (n - 1) 8 bytes"),),
@@ -226,12 +237,18 @@ def _place(x: float, exponent: int, mantissa: int) -> str:
 
 def _round_cost(s: Session):
     sizes = [s.dice.randrange(2, 6) for _ in range(3)]
-    cases = [[draw(s, count, dtype=torch.float32), 5, 7] for count in (10, 100)]
+    few = s.dice.randrange(5, 15)
+    form = s.dice.randrange(3, 9), s.dice.randrange(2, 10)
+    cases = [[draw(s, count, dtype=torch.float32), *form] for count in (few, 10 * few)]
     told = s.run(sizes, cases, limit=LIMIT).values[0]
-    for one in told:
+    for (x, exponent, mantissa), one in zip(cases, told, strict=True):
         own_products(one["seen"], sizes)
+        right = nearest_number(x, exponent, mantissa, s.twist["ties"], s.twist["beyond"])
+        where = f"{len(x)} numbers, {exponent} exponent bits, {mantissa} mantissa bits"
+        expect(torch.equal(tensor(one["value"], x.shape, torch.float32, where), right), f"{where}: some are wrong")
     few, many = (one["seen"]["calls"] for one in told)
-    expect(many <= few, f"{few} operators for 10 numbers, {many} for 100", "all numbers at once")
+    said = f"{few} operators for {len(cases[0][0])} numbers, {many} for {len(cases[1][0])}"
+    expect(many <= few, said, "all numbers at once")
     return f"{many} operators"
 
 

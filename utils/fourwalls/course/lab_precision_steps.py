@@ -13,11 +13,13 @@ import math
 
 import torch
 
-from .expect import close, draw, expect, own_products, tensor
+from .arrivals import must_use
+from .expect import Wrong, close, draw, expect, own_products, tensor
 from .problem import Session
 
 __all__ = [
     "agreed",
+    "arrivals",
     "first_step",
     "live_bytes",
     "many_steps",
@@ -102,18 +104,37 @@ def _did(times):
 def used(s: Session):
     for n in RANKS:
         told, right, scales, _ = _scaled(s, n)
-        for step in range(STEPS):
-            before = SCALE if step == 0 else scales[step - 1]
-            for r in range(n):
-                found = told[r]["used"][step]
-                if right[step] is not None and found:
-                    for k, exact in enumerate(right[step][r]):
-                        where = f"{n} ranks, step {step + 1}, rank {r}, parameter {k}"
-                        if exact is None:
-                            expect(found[0][k] is None, f"{where} is frozen, and has a gradient now")
-                            continue
-                        value = tensor(found[0][k], exact.shape, torch.float32, where)
-                        close(value, exact, CLOSE * exact.abs() + 1e-12, where, _factor(value, exact, before))
+        for r in range(n):
+            _used(told[r], right, scales, n, r)
+
+
+def _used(told, right, scales, n, r):
+    """Wrong unless rank r stepped with the right gradients, where it stepped."""
+    for step in range(STEPS):
+        before, found = SCALE if step == 0 else scales[step - 1], told["used"][step]
+        for k, exact in enumerate(right[step][r] if right[step] is not None and found else ()):
+            where = f"{n} ranks, step {step + 1}, rank {r}, parameter {k}"
+            if exact is None:
+                expect(found[0][k] is None, f"{where} is frozen, and has a gradient now")
+                continue
+            value = tensor(found[0][k], exact.shape, torch.float32, where)
+            close(value, exact, CLOSE * exact.abs() + 1e-12, where, _factor(value, exact, before))
+
+
+def arrivals(s: Session):
+    """A day on which every message is altered goes another way."""
+    n = RANKS[0]
+    days = _day(s, n)
+    right, scales = _right(s, days)
+
+    def all_right(r, told):
+        try:
+            _used(told, right, scales, n, r)
+        except Wrong:
+            return False
+        return told["scales"] == scales
+
+    must_use(s, all_right, SCALE, INTERVAL, MAX_NORM, ranks=n, per_rank=[([day[r] for day in days],) for r in range(n)])
 
 
 def _factor(value, exact, scale):

@@ -35,11 +35,11 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 SINGLE = 2.0**-24  # a rounding in float32, relatively
 
 
-def ran(s: Session, *cases):
+def ran(s: Session, *cases, more=0):
     """For each case, a tuple of inputs: (the function's value, what the probe saw, the sizes of its marks)."""
     sizes = [s.dice.randrange(2, 6) for _ in range(3)]
     found = []
-    for inputs, told in zip(cases, s.run(sizes, [list(case) for case in cases], limit=LIMIT).values[0], strict=True):
+    for inputs, told in zip(cases, s.run(sizes, [list(case) for case in cases], more, limit=LIMIT).values[0], strict=True):
         changed = [k for k, (a, b) in enumerate(zip(inputs, told["inputs"], strict=True)) if not _same(a, b)]
         expect(not changed, f"input {changed[0] + 1 if changed else 0} was changed", "work on a tensor of your own")
         found.append((told["value"], told["seen"], sizes))
@@ -146,15 +146,23 @@ def zeros(s: Session):
 
 
 def quantize_cost(s: Session):
-    calls = []
-    for _, seen, sizes in ran(s, *((draw(s, channels, 8).float(), 8, 0) for channels in (3, 24))):
+    calls, columns = [], s.dice.randrange(6, 11)
+    few, many = (channels := s.dice.randrange(2, 5)), 8 * channels
+    xs = [draw(s, rows, columns).float() for rows in (few, many)]
+    for x, (value, seen, sizes) in zip(xs, ran(s, *((x, 8, 0) for x in xs)), strict=True):
         own_products(seen, sizes)
+        q, scale = pair(value, f"{len(x)} channels")
+        exact = scales_of(s, x, 8, 0)
+        q, scale = tensor(q, x.shape, torch.int8, "q"), tensor(scale, exact.shape, torch.float32, "the scale")
+        low, high, _ = range_of(s, 8)
+        held = x.double().clamp(low * exact, high * exact)  # where -h is held and h is not, the largest x may be a step too far
+        close(q * scale, held, (0.5 + 1e-3) * exact.expand_as(x), f"{len(x)} channels: q * scale")
         native = sorted(name for name in seen["names"] if "quantize" in name)
         expect(not native, f"torch's own {', '.join(native)} was called", "it is three steps: write them")
         calls.append(seen["calls"])
-    few, many = calls
-    expect(many <= few, f"{few} operators for 3 channels, {many} for 24", "can all channels be asked at once for their largest?")
-    return f"{many} operators"
+    said = f"{calls[0]} operators for {few} channels, {calls[1]} for {many}"
+    expect(calls[1] <= calls[0], said, "can all channels be asked at once for their largest?")
+    return f"{calls[1]} operators"
 
 
 # --- int8_linear --------------------------------------------------------------------------------------------------------
@@ -163,8 +171,11 @@ def _bytes(s: Session, *shape):
     return torch.randint(-127, 128, shape, generator=dice).to(torch.int8)
 
 
-def _products(s: Session, *cases):
-    """For each case (m, n, k, sx, sw, whether sums are as large as they can be): (where, y, the sums, seen, sizes of marks)."""
+def _products(s: Session, *cases, more=0):
+    """For each case (m, n, k, sx, sw, whether sums are as large as they can be): (where, y, the sums, seen, sizes of marks).
+
+    more: what every product of whole numbers is too large by, in the learner's process.
+    """
     inputs, sums = [], []
     for m, n, k, sx, sw, largest in cases:
         xq, wq = _bytes(s, m, k), _bytes(s, n, k)
@@ -173,7 +184,7 @@ def _products(s: Session, *cases):
             wq[:, 0] = torch.arange(n) + 1
         inputs.append((xq, sx, wq, sw))
         sums.append(xq.long() @ wq.long().T)
-    for (m, n, k, *_), exact, (value, seen, sizes) in zip(cases, sums, ran(s, *inputs), strict=True):
+    for (m, n, k, *_), exact, (value, seen, sizes) in zip(cases, sums, ran(s, *inputs, more=more), strict=True):
         where = f"m={m}, n={n}, k={k}"
         yield where, tensor(value, (m, n), torch.float32, f"{where}: y"), exact, seen, sizes
 
@@ -198,7 +209,9 @@ def linear_scales(s: Session):
 
 def linear_cost(s: Session):
     m, n, k = s.dice.randrange(5, 8), s.dice.randrange(8, 11), s.dice.randrange(96, 129)
-    ((where, _, _, seen, sizes),) = _products(s, (m, n, k, torch.full((m, 1), 0.5), torch.full((n, 1), 0.25), False))
+    more = s.dice.randrange(1000, 2000)  # who takes y from elsewhere does not see it
+    case = (m, n, k, torch.full((m, 1), 0.5), torch.full((n, 1), 0.25), False)
+    ((where, y, sums, seen, sizes),) = _products(s, case, more=more)
     own = own_products(seen, sizes)
     floats = [" x ".join(str(tuple(shape)) for shape in shapes) for _, kind, shapes in own if kind in FLOATS]
     hint = "what is exact before it meets a scale?"
@@ -206,6 +219,7 @@ def linear_cost(s: Session):
     wide = seen["widest float"]
     expect(wide <= m * n, f"{where}: a float tensor of {wide} elements; y has {m * n}", "what of x and w must never be a float?")
     expect(len(own) == 1, f"{where}: {len(own)} products of whole numbers were seen", "one product of matrices does it")
+    close(y, (sums + more).double() / 8, 0.0, f"{where}: y", "is it made of that product?")
     most = max(m, n) * k
     expect(seen["widest"] <= most, f"{where}: a tensor of {seen['widest']} elements; x and w have at most {most}")
     return f"one product of {own[0][1]}, no float wider than y"

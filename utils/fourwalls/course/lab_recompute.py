@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from .drivers_recompute import deep
+from .drivers_recompute import DEPTH, deep
 from .expect import Wrong, close, draw, expect, judged, own_products, tensor
 from .lab_recompute_layers import (
     segments_kept,
@@ -24,7 +24,9 @@ from .lab_recompute_layers import (
     selective_calls,
     selective_kept,
     selective_values,
+    weighed,
 )
+from .lab_zero_memory import Pause
 from .problem import Problem, Session, Spec, Target
 
 __all__ = ["problems", "twist"]
@@ -177,12 +179,12 @@ def _case(s: Session, kind: str, rows: int, width: int):
     return kind, tensors, needs, draw(s, rows + 2 * (kind == "ids"), width)
 
 
-def _checkpointed(s: Session, kind, rows=5, width=7):
+def _checkpointed(s: Session, kind, rows=5, width=7, weigh=None):
     """(what came, what is right: y, gradients, random numbers afterwards)."""
     if (kind, rows) not in s.remembered:
         kind, tensors, needs, c = _case(s, kind, rows, width)
         seed, sizes = s.dice.randrange(2**31), [s.dice.randrange(2, 6) for _ in range(3)]
-        told = s.run(sizes, kind, tensors, needs, c, seed, limit=LIMIT).values[0]
+        told = s.run(sizes, kind, tensors, needs, c, seed, limit=LIMIT, each=weigh).values[0]
         leaves = [x.clone().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -196,20 +198,24 @@ def _checkpointed(s: Session, kind, rows=5, width=7):
 
 def _gradients(s: Session, kinds):
     for kind in kinds:
-        told, (y, grads, after), _ = _checkpointed(s, kind)
-        close(tensor(told["y"], y.shape, torch.float64, "the result"), y, 1e-12, f"{kind}: the result")
-        names = ["a weight that fn uses", "x", "the second input"]
-        for name, found, exact in zip(names, told["grads"], grads, strict=False):
-            where = f"{kind}: the gradient of {name}"
-            if exact is None:
-                expect(found is None, f"{where} is there, and nobody asked for it")
-                continue
-            hint = "no input needs a gradient: who tells autograd that the result does?" if kind in ("frozen", "gate") else ""
-            expect(found is not None, f"{where} is missing", hint)
-            hint = "equal without dropout? What differed before the second run?" if kind == "dropout" else "compare with fn alone"
-            close(tensor(found, exact.shape, torch.float64, where), exact, 1e-11 * (1 + exact.abs().max()), where, hint)
-        hint = "how many random numbers were drawn, and how many would have been?"
-        expect(torch.equal(told["after"], after), f"{kind}: random numbers drawn after backward are others", hint)
+        _same(kind, *_checkpointed(s, kind)[:2])
+
+
+def _same(kind, told, exact):
+    y, grads, after = exact
+    close(tensor(told["y"], y.shape, torch.float64, "the result"), y, 1e-12, f"{kind}: the result")
+    names = ["a weight that fn uses", "x", "the second input"]
+    for name, found, exact in zip(names, told["grads"], grads, strict=False):
+        where = f"{kind}: the gradient of {name}"
+        if exact is None:
+            expect(found is None, f"{where} is there, and nobody asked for it")
+            continue
+        hint = "no input needs a gradient: who tells autograd that the result does?" if kind in ("frozen", "gate") else ""
+        expect(found is not None, f"{where} is missing", hint)
+        hint = "equal without dropout? What differed before the second run?" if kind == "dropout" else "compare with fn alone"
+        close(tensor(found, exact.shape, torch.float64, where), exact, 1e-11 * (1 + exact.abs().max()), where, hint)
+    hint = "how many random numbers were drawn, and how many would have been?"
+    expect(torch.equal(told["after"], after), f"{kind}: random numbers drawn after backward are others", hint)
 
 
 def _kept(s: Session):
@@ -218,16 +224,25 @@ def _kept(s: Session):
     ratio = told["kept"] / y.nbytes
     said = f"{told['kept']:,} bytes live after forward: {ratio:.2f} times the result"
     expect(ratio <= 1.05, said, "who still holds what fn computed? Look for what autograd saved on the way")
-    return said
+    pause = Pause(s.apart.pid)
+    told, exact, _ = _checkpointed(s, "plain", rows=32768, width=32, weigh=pause)
+    _same("plain", told, exact)
+    size = exact[0].nbytes
+    return f"{said}; {weighed(pause, 2 * size, (DEPTH - 1) * size)}"
 
 
 def _forwards(s: Session):
     for kind in ("plain", "dropout"):
         told, _, _ = _checkpointed(s, kind)
         first, runs = told["forward calls"], len(told["calls"])
-        expect(first == 1, f"{kind}: fn ran {first} times in forward")
-        hint = "each gradient by a run of its own?" if runs > 2 else "what it needs in backward, whence did it come?"
-        expect(runs == 2, f"{kind}: fn ran {runs} times in all", hint)
+        expect(first == 1, f"{kind}: in forward fn ran {_times(first)}, target once")
+        hint = "each gradient by a run of its own?" if runs > 2 else "where does backward take from what it needs?"
+        expect(runs == 2, f"{kind}: in all fn ran {_times(runs)}, target twice", hint)
+
+
+def _times(count: int) -> str:
+    """How often, in words."""
+    return {0: "not at all", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ lie.
 Reference: Chen et al. 2016 (arXiv:1604.06174), section 4.
 """
 
+import math
+
 import torch
 
 from ..memory.recompute import checkpoint
 from .drivers_recompute import Block, chain, measured
 from .expect import close, draw, expect, own_products, tensor
+from .lab_zero_memory import Pause
 from .problem import Session
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "selective_calls",
     "selective_kept",
     "selective_values",
+    "weighed",
 ]
 
 LIMIT = 8.0  # seconds of a run
@@ -31,6 +35,8 @@ ROWS, NARROW, WIDE = 384, 24, 40  # of what lies between layers: much more than 
 STATE = 5056  # bytes of a random generator's state, which a segment may keep as well
 CASES = ((13, 4, 0.0), (4, 1, 0.0), (3, 3, 0.0), (7, 3, 0.2), (1, 1, 0.0))  # layers, segments, dropout
 SLACK = 1.05  # of bytes: "within 5%"
+MiB = 2**20
+LARGE, OWN = 24576, 20 * MiB  # rows of what is weighed by the system; twice what a forked interpreter has of its own
 
 
 def _cut(s: Session, count: int, k: int) -> list[list[int]]:
@@ -67,20 +73,20 @@ def _here(make, tensors, c, seed):
         return measured(make(leaves, calls), leaves, calls, c, seed, (1, 1, 1), collect=lambda: None)  # ours leave no circles
 
 
-def _segmented(s: Session, count, k, p):
+def _segmented(s: Session, count, k, p, *, rows=ROWS, weigh=None):
     """(where, what came, a plain run, a run with segments of ours)."""
-    if (count, k) not in s.remembered:
+    if (count, k, rows) not in s.remembered:
         widths = [s.dice.randrange(NARROW, WIDE + 1, 4) for _ in range(count + 1)]
         weights = [draw(s, a, b) / a**0.5 for a, b in zip(widths, widths[1:], strict=False)]
-        x, c, seed = draw(s, ROWS, widths[0]), draw(s, ROWS, widths[-1]), s.dice.randrange(2**31)
+        x, c, seed = draw(s, rows, widths[0]), draw(s, rows, widths[-1]), s.dice.randrange(2**31)
         sizes = [s.dice.randrange(2, 6) for _ in range(3)]
-        told = s.run(sizes, x, weights, p, k, c, seed, limit=LIMIT).values[0]
+        told = s.run(sizes, x, weights, p, k, c, seed, limit=LIMIT, each=weigh).values[0]
         tensors = [x, *weights]
         plain = _here(lambda own, calls: lambda: _through(chain(own[1:], p, calls), own[0]), tensors, c, seed)
         ours = None if p else _here(lambda own, calls: lambda: _ours(s, chain(own[1:], p, calls), own[0], k), tensors, c, seed)
         own_products(told["seen"], sizes)
-        s.remembered[count, k] = f"{count} layers, k={k}", told, plain, ours
-    return s.remembered[count, k]
+        s.remembered[count, k, rows] = f"{count} layers, k={k}", told, plain, ours
+    return s.remembered[count, k, rows]
 
 
 def _same(where, told, plain, names):
@@ -96,6 +102,19 @@ def segments_values(s: Session):
     for count, k, p in CASES:
         where, told, plain, _ = _segmented(s, count, k, p)
         _same(where, told, plain, ["x", *(f"layer {i}'s weight" for i in range(count))])
+
+
+def weighed(pause: Pause, right: int, more: int) -> str:
+    """Wrong if a process had much more memory of its own between forward and backward than `right` bytes; who forgets nothing
+    has `more` on top, the interpreter some MiB. What a process says of itself depends on what is in it; this does not.
+    """
+    if pause.most is None:
+        return "memory of processes is not told on this system"
+    assert more > OWN, "too small to be seen"
+    limit = right + more // 2
+    said = f"{pause.most / MiB:.1f} MiB of memory after forward, target {limit / MiB:.1f} (the system's count)"
+    expect(pause.most <= limit, said, "who holds on to what was computed?")
+    return said
 
 
 def segments_order(s: Session):
@@ -125,6 +144,11 @@ def segments_kept(s: Session):
         hint = f"without forgetting it would be {plain['kept'] / target:.1f} times the target: who holds the rest?"
         expect(found <= SLACK * target, f"{where}: {found:,} bytes live after forward, target {target:,}", hint)
         said.append(f"k={k}: {found / 1e6:.2f} MB instead of {plain['kept'] / 1e6:.2f}")
+    count, k = 12, 3
+    pause = Pause(s.apart.pid)
+    where, told, plain, ours = _segmented(s, count, k, 0.0, rows=LARGE, weigh=pause)
+    _same(where, told, plain, ["x", *(f"layer {i}'s weight" for i in range(count))])
+    said.append(weighed(pause, LARGE * WIDE * 8 + ours["kept"], plain["kept"] - ours["kept"]))
     return "; ".join(said)
 
 
@@ -153,20 +177,21 @@ def _selectively(s: Session, block, x):
     return h + (checkpoint(block.mlp, h) if s.twist["part"] == "mlp" else block.mlp(h))
 
 
-def _selected(s: Session, p):
-    if p not in s.remembered:
-        shapes = ((H, 3 * H), (H, H), (H, 4 * H), (4 * H, H))
-        tensors = [draw(s, B, S, H), *(draw(s, a, b) / a**0.5 for a, b in shapes)]
-        c, seed = draw(s, B, S, H), s.dice.randrange(2**31)
+def _selected(s: Session, p, shape=(B, S, H), weigh=None):
+    if (p, shape) not in s.remembered:
+        h = shape[-1]
+        shapes = ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))
+        tensors = [draw(s, *shape), *(draw(s, a, b) / a**0.5 for a, b in shapes)]
+        c, seed = draw(s, *shape), s.dice.randrange(2**31)
         sizes = [s.dice.randrange(2, 6) for _ in range(3)]
-        told = s.run(sizes, tensors[0], tensors[1:], HEADS, p, c, seed, limit=LIMIT).values[0]
+        told = s.run(sizes, tensors[0], tensors[1:], HEADS, p, c, seed, limit=LIMIT, each=weigh).values[0]
         own_products(told["seen"], sizes)
         plain, ours = (
             _here(lambda own, calls, run=run: lambda: run(Block(own[1:], HEADS, p, calls), own[0]), tensors, c, seed)
             for run in (_plainly, lambda block, x: _selectively(s, block, x))
         )
-        s.remembered[p] = f"dropout {p}", told, plain, ours
-    return s.remembered[p]
+        s.remembered[p, shape] = f"dropout {p}", told, plain, ours
+    return s.remembered[p, shape]
 
 
 def selective_values(s: Session):
@@ -189,4 +214,10 @@ def selective_kept(s: Session):
     found, target = told["kept"], ours["kept"]
     hint = f"plainly it would be {plain['kept']:,}: which tensors of that part are still held?"
     expect(found <= SLACK * target, f"{where}: {found:,} bytes live after forward, target {target:,}", hint)
-    return f"{found / 1e3:.0f} kB instead of {plain['kept'] / 1e3:.0f}"
+    shape = (2, 768, 64) if s.twist["part"] == "attend" else (3072, 8, 32)  # what that part makes is large
+    pause = Pause(s.apart.pid)
+    where, told, more, less = _selected(s, 0.0, shape, pause)
+    _same(where, told, more, ["x", "qkv", "out", "up", "down"])
+    leaves = 8 * (math.prod(shape) + 12 * shape[-1] ** 2)
+    large = weighed(pause, leaves + less["kept"], more["kept"] - less["kept"])
+    return f"{found / 1e3:.0f} kB instead of {plain['kept'] / 1e3:.0f}; {large}"

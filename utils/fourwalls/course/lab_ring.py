@@ -17,6 +17,8 @@ import torch
 
 from ..cost.hardware import uniform
 from ..viz.timeline import plot_timeline
+from .arrivals import must_use
+from .expect import Wrong
 from .problem import Check, Finding, Problem, Session, Spec, Target
 
 __all__ = ["problems", "twist"]
@@ -90,13 +92,13 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 "def all_gather(comm, part, numel):",
                 (
                     f"part is {owner} of a flat tensor of numel elements, cut in the same way. Return the whole tensor, flat.",
-                    f"{ring}.",
+                    f"{ring}. Do not change part.",
                 ),
                 minutes=25,
                 difficulty=2,
                 importance=5,
             ),
-            _checks(_all_gather, _half_cost(_all_gather)),
+            _checks(_all_gather, _half_cost(_all_gather), given="part"),
             6,
             half,
         ),
@@ -118,12 +120,13 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
     return {p.asked: replace(p, forbidden=FORBIDDEN, cluster=WIRE, twist=t, picture=_picture) for p in made}
 
 
-def _checks(value, cost, *more):
+def _checks(value, cost, *more, given="x"):
     return (
         Check("values on 1 to 8 ranks", lambda s: _values(s, value)),
         *more,
-        Check("x is left as it was, neighbours only", _manners),
+        Check(f"{given} is left as it was, neighbours only", lambda s: _manners(s, given)),
         Check("cost", cost),
+        Check("what arrives is used", lambda s: _arrivals(s, value)),
     )
 
 
@@ -195,8 +198,13 @@ def _one_run(s, make, n, numel, whole):
     args, wanted = make(s, n, numel, whole)
     outcome = s.run(ranks=n, per_rank=args)
     s.remembered[n, numel] = outcome
+    return _compared(s, n, numel, outcome.values, wanted)
+
+
+def _compared(s, n, numel, values, wanted):
+    """What is wrong with the values of n ranks, or None."""
     where = f"{n} ranks, {numel} elements"
-    for r, (value, (exact, bound)) in enumerate(zip(outcome.values, wanted, strict=True)):
+    for r, (value, (exact, bound)) in enumerate(zip(values, wanted, strict=True)):
         if not isinstance(value, torch.Tensor):
             return Finding(False, f"{where}: rank {r} returned {type(value).__name__}, not a tensor")
         if tuple(value.shape) != tuple(exact.shape):
@@ -214,7 +222,10 @@ def _which(s, wrong, returned, n, numel):
     """In words: which chunks the wrong elements lie in."""
     sizes = sizes_of(numel, n, s.twist["odd"])
     if len(wrong) == returned:
-        return f"all of it is wrong; chunks have {' or '.join(str(k) for k in sorted(set(sizes)))} elements here"
+        long = f"chunks have {' or '.join(str(k) for k in sorted(set(sizes)))} elements here"
+        if returned != numel:  # a rank's own chunk: complete, and the right one?
+            return f"all of it is wrong: had this chunk been on every rank when the last hop ended? {long}"
+        return f"all of it is wrong; {long}"
     if returned != numel:
         return f"its first wrong element is number {wrong[0]} of {returned}"
     edges = [sum(sizes[:k]) for k in range(n)]
@@ -230,20 +241,30 @@ def _same_bits(s: Session) -> Finding:
     return Finding(not differ, f"ranks {differ} differ from rank 0" if differ else "", hint)
 
 
-def _manners(s: Session) -> Finding:
+def _manners(s: Session, given: str) -> Finding:
     """The input is unchanged, and every message goes to the one neighbour."""
     outcome = _last(s, 5)
     step = s.twist["step"] % outcome.trace.ranks
     for e in outcome.trace:
         if e.kind == "send" and (e.peer - e.rank) % outcome.trace.ranks != step:
             return Finding(False, f"rank {e.rank} sent to rank {e.peer}", "look at the picture: who is whose neighbour here?")
-    args = [(torch.arange(12.0) + r,) for r in range(3)] if "all_gather" not in s.functions else None
-    if args is None:
-        sizes = sizes_of(12, 3, s.twist["odd"])
-        args = [(torch.arange(float(sizes[_owner(s, r, 3)])), 12) for r in range(3)]
-    unchanged = s.run(ranks=3, per_rank=args, driver="fourwalls.course.drivers.unchanged").values
-    changed = [r for r, same in enumerate(unchanged) if same is not True]
-    return Finding(not changed, f"x was changed on rank {changed[0]}" if changed else "", "add into memory of your own")
+    args, wanted = _MAKE[s.functions[-1]](s, 3, numel := s.dice.randrange(9, 30), True)
+    told = s.run(ranks=3, per_rank=args, driver="fourwalls.course.drivers.inputs_after").values
+    for r, (inputs, (_, after)) in enumerate(zip(args, told, strict=True)):
+        if not torch.equal(inputs[0], after[0]):
+            return Finding(False, f"{given} was changed on rank {r}", "write into memory of your own")
+    return _compared(s, 3, numel, [value for value, _ in told], wanted) or Finding(True)
+
+
+def _arrivals(s: Session, make) -> Finding:
+    """Altered messages give other values."""
+    numel = s.dice.randrange(9, 30)
+    args, wanted = make(s, 3, numel, True)
+    try:
+        must_use(s, lambda r, value: _compared(s, 3, numel, [value], wanted[r : r + 1]) is None, ranks=3, per_rank=args)
+    except Wrong as wrong:
+        return Finding(False, str(wrong), wrong.hint)
+    return Finding(True)
 
 
 def _last(s, n):
@@ -251,16 +272,17 @@ def _last(s, n):
     found = [o for (k, numel), o in s.remembered.items() if k == n and numel]
     if found:
         return found[-1]
-    make = {"shift": _shift, "reduce_scatter": _reduce_scatter, "all_gather": _all_gather, "all_reduce": _all_reduce}
-    args, _ = make[s.functions[-1]](s, n, 3 * n + 2, True)
+    args, _ = _MAKE[s.functions[-1]](s, n, 3 * n + 2, True)
     return s.run(ranks=n, per_rank=args)
 
 
 def _cost(s: Session, make, hops: int, total: float, whole_time: bool) -> Finding:
     """hops: messages a rank may send, times (n - 1); total: bytes of all ranks over (n - 1) S."""
-    for n, numel in ((4, 4 * 64), (6, 6 * 50 + 3)):
-        args, _ = make(s, n, numel, True)
+    for n, numel in ((4, 4 * s.dice.randrange(40, 80)), (6, 6 * s.dice.randrange(40, 60) + 3)):
+        args, wanted = make(s, n, numel, True)
         outcome = s.run(ranks=n, per_rank=args)
+        if finding := _compared(s, n, numel, outcome.values, wanted):
+            return finding  # right values in one run and the right price in another is not a price
         trace, size = outcome.trace, numel * 4
         wanted, sent = round(total * (n - 1) * size), trace.bytes_sent()
         if sent != wanted:
@@ -286,14 +308,21 @@ def _full_cost(s: Session) -> Finding:
 
 
 def _shift_cost(s: Session) -> Finding:
-    args, _ = _shift(s, 5, 40, True)
-    trace = s.run(ranks=5, per_rank=args).trace
-    most, wanted = max(trace.messages_sent(r) for r in range(5)), ALPHA + 160 / BANDWIDTH
+    numel = s.dice.randrange(30, 60)
+    args, right = _shift(s, 5, numel, True)
+    outcome = s.run(ranks=5, per_rank=args)
+    if finding := _compared(s, 5, numel, outcome.values, right):
+        return finding
+    trace = outcome.trace
+    most, wanted = max(trace.messages_sent(r) for r in range(5)), ALPHA + 4 * numel / BANDWIDTH
     if most != 1:
         return Finding(False, f"5 ranks: a rank sent {most} messages, target 1")
     late = trace.makespan > wanted * (1 + 1e-9)
     hint = "the timeline shows who waits for whom: can they all send at once?"
     return Finding(not late, f"5 ranks: {trace.makespan * 1e6:.2f} µs, target {wanted * 1e6:.2f} µs" if late else "", hint)
+
+
+_MAKE = {"shift": _shift, "reduce_scatter": _reduce_scatter, "all_gather": _all_gather, "all_reduce": _all_reduce}
 
 
 def _picture(outcome, ax=None):

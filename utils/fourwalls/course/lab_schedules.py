@@ -10,6 +10,7 @@ Reference: Narayanan et al. 2021 (arXiv:2104.04473); Qi et al. 2023 (arXiv:2401.
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,10 @@ from ..parallel.pipeline.fill import fill
 from ..parallel.pipeline.legality import IllegalSchedule, check
 from ..parallel.pipeline.schedules import gpipe, held_by_1f1b, one_f_one_b
 from ..parallel.pipeline.simulate import simulate
+from ..viz.schedule_grid import plot_schedule_grid
 from ..viz.timeline import plot_timeline
+from .arrivals import must_use
+from .expect import Wrong
 from .problem import Check, Finding, Problem, Session, Spec, Target
 
 __all__ = ["problems", "twist"]
@@ -84,7 +88,8 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 "Fill the holes: B becomes I and W",
                 "def fill(p, m, limit):",
                 (
-                    "As before, with two kinds in the place of B: I, the gradient of the input, and W, that of the weights.",
+                    "Lists of texts as before, with two kinds in the place of B: I, the gradient of the input, and W, that of",
+                    "the weights.",
                     "W(s, m) needs I(s, m), and nobody waits for it. F, I and W take one slot each.",
                     "No rank holds more than limit activations (limit is at least p); one dies with its W.",
                     f"{where[0].upper()}{where[1:]}.",
@@ -117,6 +122,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 Check("gradients equal one device", _gradients),
                 Check("the order of the list", _ran_in_order),
                 Check("cost", _run_cost),
+                Check("what arrives is used", _arrivals),
             ),
             6,
             (Target("bytes", "2 (p - 1) m times the activation's"), Target("time", "that of the list with free messages")),
@@ -170,8 +176,10 @@ def _legal(which):
             try:
                 check(rows, stages=p, microbatches=m)
             except IllegalSchedule as error:
+                s.sketch = partial(_grid, rows, p, m, mark=(error.rank, error.place))
                 return Finding(False, f"p={p}, m={m}: {error}")
             s.remembered[case] = rows
+            s.sketch = s.sketch or partial(_times, rows, p, m)
         return Finding(True)
 
     return legal
@@ -194,6 +202,7 @@ def _gpipe_order(s: Session) -> Finding:
             for place, (cell, w) in enumerate(zip(row, wanted, strict=False)):
                 if (cell.kind, cell.microbatch) != w:
                     said = f"p={p}, m={m}: rank {rank}, cell {place + 1} is {cell}"
+                    s.sketch = partial(_grid, rows, p, m, mark=(rank, place))
                     return Finding(False, said, "which comes first on the way back?")
     return _needs_legal(s) or Finding(True)
 
@@ -203,6 +212,7 @@ def _cost(judge):
         for (p, m), rows in _known(s):
             finding = judge(s, p, m, simulate(rows, **SECONDS), rows)
             if not finding.passed:
+                s.sketch = partial(_times, rows, p, m)
                 return finding
         return _needs_legal(s) or Finding(True)
 
@@ -248,6 +258,7 @@ def _fill_memory(s: Session) -> Finding:
         for stage, held in sorted(_peaks(simulate(rows), rows).items()):
             if held > limit:
                 hint = "an activation lives until its W has run"
+                s.sketch = partial(_times, rows, p, m)
                 return Finding(False, f"p={p}, m={m}: stage {stage} holds {held}, limit {limit}", hint)
     return _needs_legal(s) or Finding(True)
 
@@ -259,6 +270,7 @@ def _fill_slots(s: Session) -> Finding:
         if run.makespan > best + slack + 1e-9:
             rank = max(range(p), key=run.trace.waiting)
             said = f"p={p}, m={m}: {run.makespan:g} slots, target {best + slack:g}"
+            s.sketch = partial(_times, rows, p, m)
             return Finding(False, said, f"rank {rank} has the most holes: which W could stand there?")
     return _needs_legal(s) or Finding(True)
 
@@ -276,32 +288,57 @@ def _lists(s: Session, p, m, kind):
 
 
 def _execute(s: Session, p, m, kind):
-    """Run the learner's `execute` on p ranks; (outcome, lists, weights, inputs)."""
+    """Run the learner's `execute` on p ranks; (outcome, stages of the ranks, weights, inputs)."""
+    args, lists, *case = _case(s, p, m, kind)
+    outcome = s.run(ranks=p, per_rank=args)
+    s.remembered[p, m, kind] = outcome, lists
+    return outcome, *case
+
+
+def _case(s: Session, p, m, kind):
+    """(arguments by rank, lists, stages of the ranks, weights, inputs)."""
     dice = torch.Generator().manual_seed(s.dice.randrange(2**31))
     weights = [torch.randn(WIDTH, WIDTH, generator=dice, dtype=torch.float64) / WIDTH**0.5 for _ in range(p)]
     inputs = torch.randn(m, ROWS, WIDTH, generator=dice, dtype=torch.float64)
     lists = _lists(s, p, m, kind)
     stage_of = [p - 1 - r if s.twist["reverse"] else r for r in range(p)]
     args = [(lists[r], weights[stage_of[r]], inputs if stage_of[r] == 0 else None, stage_of[r], p) for r in range(p)]
-    outcome = s.run(ranks=p, per_rank=args)
-    s.remembered[p, m, kind] = outcome, lists
-    return outcome, stage_of, weights, inputs
+    return args, lists, stage_of, weights, inputs
+
+
+def _exact(stage_of, weights, inputs):
+    """The gradient of each rank's weight, on one device."""
+    leaves = [w.clone().requires_grad_() for w in weights]
+    x = inputs
+    for w in leaves:
+        x = torch.tanh(x @ w)
+    x.square().sum().backward()
+    return [leaves[stage].grad for stage in stage_of]
+
+
+def _equal(value, exact) -> bool:
+    return bool(((value - exact).abs() <= 1e-12 * (1 + exact.abs().max())).all())
+
+
+def _arrivals(s: Session) -> Finding:
+    """What a stage gets from others is all that it knows of them."""
+    p = 3
+    args, _, *case = _case(s, p, 4, "1f1b")
+    exact = _exact(*case)
+    try:
+        must_use(s, lambda r, value: _equal(value, exact[r]), ranks=p, per_rank=args)
+    except Wrong as wrong:
+        return Finding(False, str(wrong), wrong.hint)
+    return Finding(True)
 
 
 def _gradients(s: Session) -> Finding:
     for p, m, kind in ((2, 3, "gpipe"), (3, 5, "1f1b"), (1, 2, "gpipe"), (4, 6, "doubled"), (3, 4, "shuffled")):
         outcome, stage_of, weights, inputs = _execute(s, p, m, kind)
-        leaves = [w.clone().requires_grad_() for w in weights]
-        x = inputs
-        for w in leaves:
-            x = torch.tanh(x @ w)
-        x.square().sum().backward()
-        for rank, value in enumerate(outcome.values):
-            exact = leaves[stage_of[rank]].grad
+        for rank, (value, exact) in enumerate(zip(outcome.values, _exact(stage_of, weights, inputs), strict=True)):
             if not isinstance(value, torch.Tensor) or value.shape != exact.shape:
                 return Finding(False, f"{p} ranks, {kind}: rank {rank} made no gradient")
-            bound = 1e-12 * (1 + exact.abs().max())
-            if not bool(((value - exact).abs() <= bound).all()):
+            if not _equal(value, exact):
                 hint = "is what arrives the micro-batch that the action names?"
                 return Finding(False, f"{p} ranks, {m} micro-batches, {kind}: the weight gradient on rank {rank} differs", hint)
     return Finding(True)
@@ -329,6 +366,18 @@ def _run_cost(s: Session) -> Finding:
             hint = "a send waits for its receive: may the sender go on meanwhile?"
             return Finding(False, f"{p} ranks, {kind}: {outcome.trace.makespan:g} long, target {best:g}", hint)
     return Finding(True) if s.remembered else Finding(False, "no run to judge")
+
+
+def _grid(rows, p, m, ax=None, *, mark):
+    """The learner's lists as they stand, one cell outlined."""
+    return plot_schedule_grid(rows, mark=mark, ax=ax, title=f"your schedule, p={p}, m={m}: cell {mark[1] + 1} of rank {mark[0]}")
+
+
+def _times(rows, p, m, ax=None):
+    """The learner's lists over time, where B takes two slots and each other action one."""
+    seconds = SECONDS if any(cell.kind == "B" for row in rows for cell in row) else {}
+    trace = simulate(rows, **seconds).trace
+    return plot_timeline(trace, ax=ax, title=f"your schedule, p={p}, m={m}", held="activations")
 
 
 def _picture(outcome, ax=None):

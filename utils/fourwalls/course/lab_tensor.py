@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from ..cost.hardware import uniform
 from ..viz.timeline import plot_timeline
+from .arrivals import must_use
+from .expect import Wrong
 from .problem import Check, Finding, Problem, Session, Spec, Target
 
 __all__ = ["problems", "twist"]
@@ -53,7 +55,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 difficulty=2,
                 importance=5,
             ),
-            (Check("output", _out("copy_in")), Check("gradient", _grad("copy_in")), Check("cost", _conjugate_cost)),
+            (Check("output", _out("copy_in")), Check("gradient", _grad("copy_in")), *_costs("copy_in")),
             3,
             (Target("bytes forward", "0"), Target("bytes backward, all ranks", "2 (t - 1) S")),
             driver=DRIVER + "conjugate",
@@ -68,7 +70,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 difficulty=2,
                 importance=5,
             ),
-            (Check("output", _out("sum_out")), Check("gradient", _grad("sum_out")), Check("cost", _conjugate_cost)),
+            (Check("output", _out("sum_out")), Check("gradient", _grad("sum_out")), *_costs("sum_out")),
             3,
             (Target("bytes forward, all ranks", "2 (t - 1) S"), Target("bytes backward", "0")),
             driver=DRIVER + "conjugate",
@@ -123,7 +125,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                 difficulty=4,
                 importance=4,
             ),
-            (Check("loss", _vocab("loss")), Check("gradient", _vocab("grad")), Check("cost", _vocab_cost)),
+            (Check("loss", _vocab("loss")), Check("gradient", _vocab("grad")), *_costs("vocab_loss")),
             6,
             (Target("bytes of all ranks", "at most 3 all-reduces of one number a token: 6 (t - 1) S"),),
             driver=DRIVER + "vocabulary",
@@ -133,11 +135,38 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
 
 
 def _of_layer(name):
-    return Check("output", _layer(name, "y")), Check("gradients", _layer(name, "grad")), Check("cost", _layer_cost(name))
+    return Check("output", _layer(name, "y")), Check("gradients", _layer(name, "grad")), *_costs(name)
+
+
+def _costs(name):
+    cost = {"column": _layer_cost("column"), "row": _layer_cost("row"), "vocab_loss": _vocab_cost}.get(name, _conjugate_cost)
+    return Check("cost", cost), Check("what arrives is used", _arrivals(name))
+
+
+def _arrivals(name):
+    """On three ranks, with messages that were altered on the way."""
+
+    def used(s):
+        case = {"column": _layer_case, "row": _layer_case, "vocab_loss": _vocab_case}.get(name, _conjugate_case)
+        args, right = case(s, name, 3)
+
+        def all_right(r, value):
+            found = value["values"] if "values" in value else [value["loss" if "loss" in value else "y"], value["grad"]]
+            return all(_differs(v, exact, "it", 3, r) is None for v, exact in zip(found, right(r), strict=True))
+
+        try:
+            must_use(s, all_right, ranks=3, per_rank=args)
+        except Wrong as wrong:
+            return Finding(False, str(wrong), wrong.hint)
+        return Finding(True)
+
+    return used
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------------
-SIZES = (2, 3, 1, 4)
+def _sizes(s: Session):
+    """Numbers of ranks, one of them drawn."""
+    return 2, 3, 1, s.remembered.setdefault("most", s.dice.choice((4, 6)))
 
 
 def _draw(s: Session, *shape):
@@ -156,12 +185,12 @@ def _differs(value, exact, what, t, rank) -> Finding | None:
         return None
     ratio = (value * exact).sum() / (exact * exact).sum()
     same = bool((value - ratio * exact).abs().max() <= 1e-9)
-    hint = f"{what} / oracle = {ratio:.3f}" if same else f"{what} is no multiple of the oracle's"
+    hint = f"yours is {ratio:.3f} times one device's" if same else "no multiple of one device's: whose share is missing?"
     if t > 1 and abs(ratio - t) < 1e-6:
         hint += f": which number here is {t}?"
     elif t > 1 and abs(ratio * t - 1) < 1e-6:
         hint += f": who divided by {t}?"
-    return Finding(False, f"t={t}: rank {rank}: {what} differs", hint)
+    return Finding(False, f"t={t}: rank {rank}: the {what} is not one device's", hint)
 
 
 def _first(findings) -> Finding:
@@ -172,17 +201,23 @@ def _first(findings) -> Finding:
 def _conjugate(s: Session, name, t):
     """(outcome, outputs and gradients that are right) of one run on t ranks."""
     if (t, "run") not in s.remembered:
-        xs = [_draw(s, 4, 3)] * t if name == "copy_in" else [_draw(s, 4, 3) for _ in range(t)]
-        cs = [_draw(s, 4, 3) for _ in range(t)] if name == "copy_in" else [_draw(s, 4, 3)] * t
-        outcome = s.run(ranks=t, per_rank=list(zip(xs, cs, strict=True)))
-        right = (xs, [sum(cs)] * t) if name == "copy_in" else ([sum(xs)] * t, cs)
-        s.remembered[t, "run"] = outcome, right
+        args, right = _conjugate_case(s, name, t)
+        outcome = s.run(ranks=t, per_rank=args)
+        s.remembered[t, "run"] = outcome, list(zip(*map(right, range(t)), strict=True))
     return s.remembered[t, "run"]
+
+
+def _conjugate_case(s: Session, name, t):
+    """(arguments by rank, right(rank) = (output, gradient))."""
+    xs = [_draw(s, 4, 3)] * t if name == "copy_in" else [_draw(s, 4, 3) for _ in range(t)]
+    cs = [_draw(s, 4, 3) for _ in range(t)] if name == "copy_in" else [_draw(s, 4, 3)] * t
+    right = (xs, [sum(cs)] * t) if name == "copy_in" else ([sum(xs)] * t, cs)
+    return list(zip(xs, cs, strict=True)), lambda r: (right[0][r], right[1][r])
 
 
 def _out(name):
     def output(s):
-        runs = [(t, *_conjugate(s, name, t)) for t in SIZES]
+        runs = [(t, *_conjugate(s, name, t)) for t in _sizes(s)]
         return _first(_differs(o.values[r]["y"], right[0][r], "output", t, r) for t, o, right in runs for r in range(t))
 
     return output
@@ -190,7 +225,7 @@ def _out(name):
 
 def _grad(name):
     def gradient(s):
-        runs = [(t, *_conjugate(s, name, t)) for t in SIZES]
+        runs = [(t, *_conjugate(s, name, t)) for t in _sizes(s)]
         return _first(_differs(o.values[r]["grad"], right[1][r], "gradient", t, r) for t, o, right in runs for r in range(t))
 
     return gradient
@@ -198,7 +233,7 @@ def _grad(name):
 
 def _conjugate_cost(s) -> Finding:
     name = s.functions[-1]
-    for t in SIZES:
+    for t in _sizes(s):
         outcome, _ = _conjugate(s, name, t)
         wanted, sent = 2 * (t - 1) * 12 * 8, outcome.trace.bytes_sent()
         if sent != wanted:
@@ -219,8 +254,14 @@ def _linear(s, x, w, b):
 
 def _layers(s: Session, name, t):
     """(outcome, what is right) of one layer on t ranks: y and the gradients of x, w, b by rank."""
-    if (t, "run") in s.remembered:
-        return s.remembered[t, "run"]
+    if (t, "run") not in s.remembered:
+        args, right = _layer_case(s, name, t)
+        s.remembered[t, "run"] = s.run(ranks=t, per_rank=args), [right(r) for r in range(t)]
+    return s.remembered[t, "run"]
+
+
+def _layer_case(s: Session, name, t):
+    """(arguments by rank, right(rank) = (y, gradients of x, w and b))."""
     inside, outside = (H, F) if name == "column" else (F, H)
     x, b = _draw(s, TOKENS, inside), _draw(s, outside)
     w = _draw(s, outside, inside) if s.twist["layout"] == "out, in" else _draw(s, inside, outside)
@@ -236,16 +277,14 @@ def _layers(s: Session, name, t):
     else:
         args = [(x.chunk(t, 1)[r], ws[r], b, c) for r in range(t)]
         right = [(y.detach(), leaves[0].grad.chunk(t, 1)[r], grad_w[r], leaves[2].grad) for r in range(t)]
-    outcome = s.run(ranks=t, per_rank=args)
-    s.remembered[t, "run"] = outcome, right
-    return s.remembered[t, "run"]
+    return args, lambda r: right[r]
 
 
 def _layer(name, which):
     words = {"y": ("output",), "grad": ("gradient of x", "gradient of w", "gradient of b")}[which]
 
     def compare(s):
-        runs = [(t, *_layers(s, name, t)) for t in SIZES]
+        runs = [(t, *_layers(s, name, t)) for t in _sizes(s)]
         first = 0 if which == "y" else 1
         return _first(
             _differs(o.values[r]["values"][first + k], right[r][first + k], word, t, r)
@@ -259,7 +298,7 @@ def _layer(name, which):
 
 def _layer_cost(name):
     def cost(s):
-        for t in SIZES:
+        for t in _sizes(s):
             outcome, _ = _layers(s, name, t)
             wanted, sent = 2 * (t - 1) * TOKENS * H * 8, outcome.trace.bytes_sent()
             if sent != wanted:
@@ -275,8 +314,14 @@ def _layer_cost(name):
 
 # --- the vocabulary -----------------------------------------------------------------------------------------------------
 def _vocabulary(s: Session, t):
-    if (t, "run") in s.remembered:
-        return s.remembered[t, "run"]
+    if (t, "run") not in s.remembered:
+        args, right = _vocab_case(s, "vocab_loss", t)
+        s.remembered[t, "run"] = s.run(ranks=t, per_rank=args), (right(0)[0], [right(r)[1] for r in range(t)])
+    return s.remembered[t, "run"]
+
+
+def _vocab_case(s: Session, _, t):
+    """(arguments by rank, right(rank) = (loss, gradient))."""
     sizes = [3 + (2 * r) % 5 for r in range(t)]
     scale = 1000.0 if t == 3 else 1.0
     logits, y = _draw(s, TOKENS, sum(sizes)) * scale, torch.tensor([s.dice.randrange(sum(sizes)) for _ in range(TOKENS)])
@@ -285,14 +330,13 @@ def _vocabulary(s: Session, t):
     loss.backward()
     firsts = [sum(sizes[:r]) for r in range(t)]
     args = [(logits.split(sizes, 1)[r], y, firsts[r]) for r in range(t)]
-    outcome = s.run(ranks=t, per_rank=args)
-    s.remembered[t, "run"] = outcome, (loss.detach(), leaf.grad.split(sizes, 1))
-    return s.remembered[t, "run"]
+    grads = leaf.grad.split(sizes, 1)
+    return args, lambda r: (loss.detach(), grads[r])
 
 
 def _vocab(which):
     def compare(s):
-        runs = [(t, *_vocabulary(s, t)) for t in SIZES]
+        runs = [(t, *_vocabulary(s, t)) for t in _sizes(s)]
         return _first(
             _differs(o.values[r][which], right[0] if which == "loss" else right[1][r], which, t, r)
             for t, o, right in runs
@@ -303,7 +347,7 @@ def _vocab(which):
 
 
 def _vocab_cost(s) -> Finding:
-    for t in SIZES:
+    for t in _sizes(s):
         outcome, _ = _vocabulary(s, t)
         wanted, sent = 3 * 2 * (t - 1) * TOKENS * 8, outcome.trace.bytes_sent()
         if sent > wanted:

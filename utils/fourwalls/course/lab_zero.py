@@ -72,7 +72,7 @@ def problems(seed: int | None = None) -> dict[str, Problem]:
                     "params: whole tensors, the same on every rank; grads: this rank's gradients of them. Write new values into",
                     f"params, the same bits on every rank: those of Adam (lr 0.01, eps 1e-3) on {mean}.",
                     "state: a dict, {} at first, later what you left in it. Each step is a new process, and state is all that is",
-                    "carried over: tensors, numbers and texts, under texts.",
+                    "carried over. Its keys are texts, its values tensors, numbers or texts.",
                     scatter,
                     gather,
                     "adam_(p, g, m, v, step, lr=, eps=) steps p, m, v in place; step counts from 1.",

@@ -20,7 +20,7 @@ __all__ = ["borrow_cost", "given_back", "live_weights", "loss_and_gradients"]
 
 
 def _borrowed(s: Session, n, widths, *, root=None, rows=2, each=None):
-    """(outcome, by rank loss and gradient slices that are right) of a chain of layers; the latter empty for what is weighed."""
+    """(outcome, by rank loss and gradient slices that are right) of a chain of layers."""
     how = ready(s, root)
     shapes = list(zip(widths, widths[1:], strict=False))
     weights = [draw(s, *shape) / shape[0] ** 0.5 for shape in shapes]
@@ -29,8 +29,6 @@ def _borrowed(s: Session, n, widths, *, root=None, rows=2, each=None):
     args = [(xs[r], [w.reshape(-1)[cut].clone() for w, cut in zip(weights, cuts[r], strict=True)]) for r in range(n)]
     outcome = s.run(how, [list(shape) for shape in shapes], ranks=n, per_rank=args, each=each)
     losses, grads = [], []
-    if each is not None:
-        return outcome, []
     for x in xs:
         leaves = [w.clone().requires_grad_() for w in weights]
         for w in leaves:
@@ -46,15 +44,18 @@ def loss_and_gradients(s: Session):
     """A chain of layers of odd sizes, also of fewer elements than ranks."""
     for n, widths in ((4, (5, 4, 6, 3)), (1, (3, 2)), (s.dice.choice((2, 3)), (4, 7, 1)), (5, (1, 2, 2))):
         outcome, exact = _borrowed(s, n, widths)
-        where = f"{n} ranks, widths {', '.join(map(str, widths))}"
-        for r, value in enumerate(outcome.values):
-            loss, parts = exact[r]
-            close(tensor(value["loss"], (), torch.float64, "the loss"), loss, 1e-9, f"{where}: the loss of rank {r}")
-            for k, (got, wanted) in enumerate(zip(value["grads"], parts, strict=True)):
-                got = tensor(got, wanted.shape, torch.float64, f"{where}: rank {r}: the gradient of layer {k}")
-                close(got, wanted, 1e-9, f"{where}: rank {r}: the gradient of layer {k}", "which weight was it computed with?")
+        _compare(outcome, exact, f"{n} ranks, widths {', '.join(map(str, widths))}")
         s.remembered[n, "borrowed"] = outcome, widths
     return carry.words(s)
+
+
+def _compare(outcome, exact, where):
+    for r, value in enumerate(outcome.values):
+        loss, parts = exact[r]
+        close(tensor(value["loss"], (), torch.float64, "the loss"), loss, 1e-9, f"{where}: the loss of rank {r}")
+        for k, (got, wanted) in enumerate(zip(value["grads"], parts, strict=True)):
+            got = tensor(got, wanted.shape, torch.float64, f"{where}: rank {r}: the gradient of layer {k}")
+            close(got, wanted, 1e-9, f"{where}: rank {r}: the gradient of layer {k}", "which weight was it computed with?")
 
 
 def _first_borrowed(s: Session):
@@ -83,7 +84,7 @@ def live_weights(s: Session):
         said = f"4 ranks: rank {r} held {value['most']} bytes of whole weights at a time; all layers have {sum(largest)}"
         expect(value["most"] <= sum(largest[-2:]), said, "which layers does it need at once?")
     scale, n, whole = Scale(s.apart.pid), 2, LAYERS * WIDE * WIDE * 8
-    _borrowed(s, n, (WIDE,) * (LAYERS + 1), each=scale)
+    _compare(*_borrowed(s, n, (WIDE,) * (LAYERS + 1), each=scale), f"{n} ranks, {LAYERS} layers of {WIDE} x {WIDE}")
     return weigh(scale, n, 2 * whole // n + 2 * WIDE * WIDE * 8 + SLACK, whole, "weights")  # shards of weights and gradients
 
 
@@ -95,4 +96,6 @@ def borrow_cost(s: Session):
     wanted = 3 * (3 * psi + widths[0] * widths[1]) * 8
     expect(sent == wanted, f"4 ranks: {sent:,} bytes in all, target {wanted:,}", "what is gathered, how often, and by whom?")
     root = s.dice.randrange(3)
-    on_the_way(_borrowed(s, 3, (3, 4, 2), root=root)[0], root)
+    outcome, exact = _borrowed(s, 3, (3, 4, 2), root=root)
+    _compare(outcome, exact, "3 ranks, widths 3, 4, 2")
+    on_the_way(outcome, root)

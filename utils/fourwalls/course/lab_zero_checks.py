@@ -267,8 +267,14 @@ def live_gradients(s: Session):
         expect(held <= share + largest, said, "when is each of them summed, and what keeps it alive afterwards?")
     scale, n, whole = Scale(s.apart.pid), 4, LAYERS * WIDE * WIDE * 8
     ones = [[torch.ones((), dtype=torch.float64)] * LAYERS]
-    s.run(ready(s), [[WIDE, WIDE]] * LAYERS, [], ranks=n, per_rank=[(ones,)] * n, each=scale)
+    outcome = s.run(ready(s), [[WIDE, WIDE]] * LAYERS, [], ranks=n, per_rank=[(ones,)] * n, each=scale)
+    right = [[torch.ones(end - start, dtype=torch.float64)] * LAYERS for start, end in _cuts(s, n)]
+    _same_slices(outcome, right, f"{n} ranks, {LAYERS} parameters of {WIDE} x {WIDE}")
     return weigh(scale, n, whole + whole // n + WIDE * WIDE * 8 + SLACK, whole, "parameters, and gradients")
+
+
+def _cuts(s: Session, n):
+    return [bounds(s.twist, WIDE * WIDE, n, r) for r in range(n)]
 
 
 def gradient_cost(s: Session):
@@ -278,4 +284,6 @@ def gradient_cost(s: Session):
     wanted, sent = (n - 1) * _numel(shapes) * 8, outcome.trace.bytes_sent()
     expect(sent == wanted, f"{n} ranks: {sent:,} bytes in all, target {wanted:,}", _rest(sent, wanted, wanted))
     root = s.dice.randrange(3)
-    on_the_way(_reduced(s, 3, ((4, 3), (5,)), root=root)[0], root)
+    outcome, exact = _reduced(s, 3, ((4, 3), (5,)), root=root)
+    _same_slices(outcome, exact, "3 ranks")
+    on_the_way(outcome, root)

@@ -28,8 +28,10 @@ MOST = 200  # products and names that are told; more are counted
 class Probe(TorchDispatchMode):
     """`with Probe() as probe: ...`, then `probe.report()`. Its own references, since names of torch can be replaced."""
 
-    def __init__(self, tensor=torch.Tensor, leaves=tree_leaves, products=PRODUCTS, ref=weakref.ref):
+    def __init__(self, more=0, tensor=torch.Tensor, leaves=tree_leaves, products=PRODUCTS, ref=weakref.ref):
+        """more: what is added to each product of whole numbers."""
         super().__init__()
+        self.more = more
         self.calls, self.names, self.products = 0, {}, []
         self.widest, self.widest_float = 0, 0
         self.live, self.peak = 0, 0
@@ -45,6 +47,8 @@ class Probe(TorchDispatchMode):
             kind = str(given[0].dtype).removeprefix("torch.")
             self.products.append([name, kind, [list(x.shape) for x in given]])
         out = func(*args, **(kwargs or {}))
+        if self.more and name in self._wanted and not out.dtype.is_floating_point:
+            out.add_(self.more)
         self.calls += 1
         self.names[name] = self.names.get(name, 0) + 1
         for x in self._leaves(out):

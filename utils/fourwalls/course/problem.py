@@ -11,6 +11,7 @@ Reference: DESIGN, section 8.
 
 import html
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,8 +22,9 @@ from .stand_in import Failure
 
 __all__ = ["Check", "Finding", "Problem", "Report", "Session", "Spec", "Target", "apart_for"]
 
-LEFT = '"text-align:left"'  # Jupyter puts the text of a table to the right
+LEFT = '"text-align:left;vertical-align:top"'  # Jupyter puts the text of a table to the right
 SECONDS = 10.0  # what one hanging run may cost
+MOST_EVENTS = 4000  # of a run that is drawn
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ class Session:
     cluster: object = None
     outcomes: list[Outcome] = field(default_factory=list)
     remembered: dict = field(default_factory=dict)  # what an earlier check of the same session made
+    sketch: Callable | None = None  # sketch(ax) -> axes: what is drawn where the learner's function sends nothing itself
 
-    def run(self, *args, ranks=1, per_rank=None, driver=None, cluster=None, limit=SECONDS, each=None) -> Outcome:
+    def run(self, *args, ranks=1, per_rank=None, driver=None, cluster=None, limit=SECONDS, each=None, alter=None) -> Outcome:
         """Run the learner's function. Raises Stopped for a failure, which the check then reports."""
         outcome = self.apart.run(
             driver or self.driver,
@@ -88,7 +91,10 @@ class Session:
             seed=self.dice.randrange(2**31),
             limit=limit,
             each=each,
+            alter=alter,
         )
+        if alter is not None:
+            return outcome  # the learner's own runs are those in which messages arrive as they were sent
         self.outcomes.append(outcome)
         if outcome.failure is not None:
             raise Stopped(outcome.failure)
@@ -137,15 +143,18 @@ class Problem:
         """What is wanted, and what it may cost."""
         spec = self.spec
         lines = [spec.title, spec.signature, *spec.wants]
-        lines += [f"Cost, {t.name}: {t.formula}{f' ({t.why})' if t.why else ''}" for t in self.targets]
-        lines.append(
+        costs = [f"{t.name}: {t.formula}{f' ({t.why})' if t.why else ''}" for t in self.targets]
+        last = (
             f"about {spec.minutes} minutes, difficulty {_dots(spec.difficulty)}, importance {_dots(spec.importance)}, "
             f"{self.points:g} points"
         )
-        first, code, *rest = lines
-        markup = f"<h4>{html.escape(first)}</h4><pre>{html.escape(code)}</pre>" + "".join(
-            f"<p>{html.escape(line)}</p>" for line in rest
-        )
+        lines += [*(f"Cost, {cost}" for cost in costs), last]
+        markup = f'<h4>{html.escape(spec.title)}</h4><pre style="margin-bottom:0.6em">{html.escape(spec.signature)}</pre>'
+        markup += "".join(f"<p>{_marked(text)}</p>" for text in _paragraphs(spec.wants))
+        if costs:
+            markup += '<p style="margin-bottom:0">What it may cost:</p><ul style="margin-top:0.2em">'
+            markup += "".join(f"<li>{_marked(cost)}</li>" for cost in costs) + "</ul>"
+        markup += f"<p>{html.escape(last)}</p>"
         show("\n".join(lines), f'<div class="fw-problem">{markup}</div>')
 
     def check(self, function: Callable, *, seed: int | None = None) -> "Report":
@@ -170,7 +179,7 @@ class Problem:
         """All checks on the functions loaded in `apart`. Never raises for what the learner's code does."""
         dice = random.Random(seed) if seed is not None else random.SystemRandom()
         session = Session(apart, dice, self.twist, (self.asked,), self.driver, self.cluster)
-        verdicts, stopped = [], None
+        verdicts, stopped, makers = [], None, []
         for check in self.checks:
             finding = Finding(False, "not tried: see above") if stopped and stopped.kind in ("hang", "dead") else None
             if finding is None:
@@ -179,9 +188,10 @@ class Problem:
                 except Stopped as stop:
                     again = stopped is not None and stopped.kind == stop.failure.kind
                     stopped = stop.failure
-                    finding = Finding(False, f"{stopped.kind}, as above" if again else str(stopped))
+                    finding = Finding(False, _why(stopped, again))
             verdicts.append((check, finding))
-        return Report(self, tuple(verdicts), session.outcomes)
+            makers += [check.name] * (len(session.outcomes) - len(makers))
+        return Report(self, tuple(verdicts), session.outcomes, tuple(makers), session.sketch)
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,8 @@ class Report:
     problem: Problem
     verdicts: tuple[tuple[Check, Finding], ...]
     outcomes: list = field(repr=False, default_factory=list)
+    makers: tuple[str, ...] = field(repr=False, default=())  # the check that made each outcome
+    sketch: Callable | None = field(repr=False, default=None)
 
     @property
     def points(self) -> float:
@@ -213,11 +225,20 @@ class Report:
         return [*said, f"{self.points:g} of {self.problem.points:g} points"]
 
     def timeline(self, ax=None):
-        """The learner's own run, the last that came to its end, as a picture; None where none did."""
-        runs = [o for o in self.outcomes if o.failure is None and len(o.trace) and o.trace.ranks > 1]
-        if not runs or self.problem.picture is None:
+        """The learner's own run, the last that came to its end, as a picture; None where none did, or it has too many events."""
+        runs = [k for k, o in enumerate(self.outcomes) if o.failure is None and len(o.trace) and o.trace.ranks > 1]
+        if not runs and self.sketch is not None:
+            return self.sketch(ax)
+        if not runs or self.problem.picture is None or len(self.outcomes[runs[-1]].trace) > MOST_EVENTS:
             return None
-        return self.problem.picture(runs[-1], ax)
+        ax = self.problem.picture(self.outcomes[runs[-1]], ax)
+        if ax is not None and runs[-1] < len(self.makers):  # of many runs one is drawn: which?
+            trace = self.outcomes[runs[-1]].trace
+            largest = max((e.bytes for e in trace if e.kind == "send"), default=0)
+            sent = f", largest message {largest:,} bytes" if largest else ""
+            ax.title.set_text(f"your run on {trace.ranks} ranks, for “{self.makers[runs[-1]]}”{sent}")
+            ax.title.set_fontsize(10)
+        return ax
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
@@ -237,17 +258,32 @@ class Report:
         rows = []
         for check, finding in self.verdicts:
             mark, word = ("✓", "passed") if finding.passed else ("✗", "not yet")
-            hint = f"<br><em>{html.escape(finding.hint)}</em>" if finding.hint and not finding.passed else ""
-            said = html.escape(finding.said).replace("\n", "<br>")
-            cells = (f"{mark} {word}", html.escape(check.name), said + hint)
+            parts = [html.escape(finding.said).replace("\n", "<br>")] if finding.said else []
+            parts += [f"<em>{html.escape(finding.hint)}</em>"] if finding.hint and not finding.passed else []
+            cells = (f"{mark} {word}".replace(" ", "&nbsp;"), html.escape(check.name), "<br>".join(parts))
             rows.append(f"<tr>{''.join(f'<td style={LEFT}>{cell}</td>' for cell in cells)}</tr>")
         return (
-            f'<table class="fw-report">{"".join(rows)}</table>'
-            f"<strong>{self.points:g} of {self.problem.points:g} points</strong>"
+            f'<table class="fw-report">{"".join(rows)}</table><strong>{self.points:g} of {self.problem.points:g} points</strong>'
         )
+
+
+def _why(failure: Failure, again: bool) -> str:
+    """A run that stopped, in words; the untouched cell is told apart from an error."""
+    if failure.kind == "NotImplementedError" and not failure.text:
+        return "not written yet, as above" if again else f"not written yet\n  at {failure.where}"
+    return f"{failure.kind}, as above" if again else str(failure)
+
+
+def _paragraphs(lines) -> list[str]:
+    """Lines of a source file as paragraphs: one ends where a line ends with a full stop."""
+    text = "\n".join(lines)
+    return [part.replace("\n", " ") for part in re.split(r"(?<=\.)\n", text)]
+
+
+def _marked(text: str) -> str:
+    """HTML of a line in which `this` is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def _dots(n: int) -> str:
     return "●" * n + "○" * (5 - n)
-
-

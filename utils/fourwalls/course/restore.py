@@ -14,6 +14,10 @@ import re
 __all__ = ["restore"]
 
 ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+CURIOUS = re.compile(  # the stack, all objects, memory beside messages, what torch does not see
+    r"\b(_getframe|currentframe|f_back|f_locals|get_objects|get_referrers|settrace|setprofile|meta_path|ctypes|mmap|shared_memory"
+    r"|multiprocessing|_DisableTorchDispatch|_disable_current_modes|fourwalls\.course|_line\.ask)\b"
+)
 
 
 def restore(handed_in: dict, release: dict) -> tuple[dict, list[str]]:
@@ -38,9 +42,18 @@ def restore(handed_in: dict, release: dict) -> tuple[dict, list[str]]:
     if bare:
         more = " ..." if len(bare) > 3 else ""
         notes.append(f"{len(bare)} cells had lost their marks and were recognised: {', '.join(bare[:3])}{more}")
+    notes += [f"cell {at_}: look at it, it uses {word}" for at_, word in _curious(cells)]
     _add_missing(cells, at, originals, notes)
     _number(cells)
     return {"cells": cells, "metadata": release["metadata"], "nbformat": 4, "nbformat_minor": 5}, notes
+
+
+def _curious(cells):
+    """[(name of a cell, a word in it)] that no task needs, and by which a process can be made to say other than what it did."""
+    for k, cell in enumerate(cells):
+        found = CURIOUS.search(cell["source"]) if cell["cell_type"] == "code" else None
+        if found:
+            yield cell.get("id") or k, found[0]
 
 
 def _restored(cell, original, count):

@@ -39,6 +39,11 @@ try:
     network = True
 except OSError:
     network = False
+for _ in range(4):  # a bound on processes that counts those of others would let no rank begin
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
 print("TRIAL", int(seen), int(network), os.getuid(), flush=True)
 """
 

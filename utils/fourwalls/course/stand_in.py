@@ -25,6 +25,7 @@ from ..ranks.places import place
 
 __all__ = ["Failed", "Failure", "Task", "own_line"]
 
+MOST_HEARD = 256 * 2**20  # bytes that the ranks of one run may say in all
 _LINE = re.compile(r'File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
 
 
@@ -57,6 +58,7 @@ class Task:
     def __init__(self, apart, driver, functions, args, per_rank, end, limit, each=None):
         self.apart, self.driver, self.functions, self.args, self.per_rank = apart, driver, functions, args, per_rank
         self.end, self.limit, self.each = end, limit, each
+        self.alter, self.heard = None, 0
 
     def __call__(self, comm):
         ours, theirs = socket.socketpair()
@@ -68,6 +70,21 @@ class Task:
             communication.BESIDE.pop(threading.get_ident(), None)
             theirs.close()
             ours.close()
+
+
+class _Counted:
+    """A rank's socket, from which all ranks of a run together may be read so many bytes: what they send is kept here."""
+
+    def __init__(self, stream, task):
+        self._stream, self._task = stream, task
+
+    def recv_into(self, view):
+        """As of the socket."""
+        got = self._stream.recv_into(view)
+        self._task.heard += got
+        if self._task.heard > MOST_HEARD:
+            raise plain.NotPlain(f"the ranks sent more than {MOST_HEARD // 2**20} MiB in one run")
+        return got
 
 
 class _StandIn:
@@ -96,7 +113,7 @@ class _StandIn:
         rank = self.comms[0].rank
         self.stream.settimeout(max(0.05, self.task.end - time.monotonic()))
         try:
-            return plain.read(self.stream)
+            return plain.read(_Counted(self.stream, self.task))
         except TimeoutError:
             text = f"rank {rank} was still at work when {self.task.limit:g} s were over"
             raise Failed(Failure("hang", text, rank, self.task.apart.where(self.child))) from None
@@ -104,6 +121,10 @@ class _StandIn:
             raise Failed(Failure("dead", f"rank {rank} ended without returning (exit, or killed)", rank)) from None
         except plain.NotPlain as error:
             raise Failed(Failure("NotPlain", str(error), rank)) from None
+
+    def _arrived(self, x):
+        """What a rank gets of a message: something else, if the run is one in which that must be noticed."""
+        return x if self.task.alter is None or x is None else self.task.alter(x)
 
     def _at(self, site):
         file, line, function = site
@@ -125,15 +146,15 @@ class _StandIn:
 
     def recv(self, comm, like, frm, tag, site):
         self._at(site)
-        return comm.recv(_buffer(like), frm, tag)
+        return self._arrived(comm.recv(_buffer(like), frm, tag))
 
     def exchange(self, comm, x, to, like, frm, tag, site):
         self._at(site)
-        return comm.exchange(x, to, _buffer(like), frm, tag)
+        return self._arrived(comm.exchange(x, to, _buffer(like), frm, tag))
 
     def wait(self, comm, number, site):
         self._at(site)
-        return self.requests[number].wait()
+        return self._arrived(self.requests[number].wait())
 
     def done(self, comm, number):
         return self.requests[number].done

@@ -10,6 +10,7 @@ two students', or has another name, is not graded, with the reason.
 Reference: nbformat documentation, "The Notebook file format"; nbgrader documentation, "The structure of a course".
 """
 
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,8 @@ MOST_BYTES, MOST_TEXT, MOST_CELLS = 20 * 2**20, 2**20, 2000  # of a file; of the
 CANVAS = re.compile(r"(?P<name>[^_]+)(_LATE)?_(?P<number>\d+)_\d+_.+")
 MOODLE = re.compile(r"(?P<name>.+?)_(?P<number>\d+)_assignsubmission_.*")
 OURS = ("graded", "__MACOSX")  # folders that are no students
+PACKED = (".zip", ".7z", ".rar", ".gz", ".tar", ".tgz", ".xz", ".bz2")
+MOST_NAME = 150  # bytes of a student's name: a file system takes 255 for a folder, and its composed form may be longer
 
 
 class Unreadable(ValueError):
@@ -52,20 +55,33 @@ def find(folder: Path, lab: str) -> list[Submission]:
     nbgraders = within.is_dir() and not within.is_symlink()
     files: dict[tuple[str, str], list[Path]] = {}
     empty: dict[tuple[str, str], str] = {}
+    spoken: dict[tuple[str, str], set[str]] = {}  # a student's name before it was cleaned
+
+    def known(name, number=""):
+        who = _clean(name), number
+        spoken.setdefault(who, set()).add(unicodedata.normalize("NFC", name).strip())
+        return who
+
     for entry in sorted((within if nbgraders else folder).iterdir()):
         if entry.name.startswith(".") or entry.name in OURS:
             continue
         if entry.is_symlink():
-            empty[_clean(entry.name.removesuffix(".ipynb")), ""] = "it is a link to another place"
+            empty[known(entry.name.removesuffix(".ipynb"))] = "it is a link to another place"
         elif entry.is_dir():
-            who = _of_folder(entry.name)
+            who = known(*_of_folder(entry.name))
             found, why = _in_folder(entry / lab if nbgraders or (entry / lab).is_dir() else entry, lab)
             if found:
                 files.setdefault(who, []).extend(found)
             else:
                 empty[who] = why
         elif entry.suffix == ".ipynb" and not nbgraders:
-            files.setdefault(_of_file(entry.stem, lab), []).append(entry)
+            files.setdefault(known(*_of_file(entry.stem, lab)), []).append(entry)
+        elif why := _no_notebook(entry):
+            empty[known(*_of_file(entry.name.partition(".")[0], lab))] = why
+    for who, names in spoken.items():
+        if len(names) > 1:
+            empty[who] = f"two names become one ({', '.join(sorted(names))[:200]}): rename one of them"
+            files.pop(who, None)
     students = {name for name, _ in files}
     for who in [who for who in files if "_" in who[0] and who[0].partition("_")[0] in students and not who[1]]:
         other = who[0].partition("_")[0]
@@ -107,14 +123,19 @@ def _bytes_of(path):
     except OSError as error:
         word = "it is a link to another place" if path.is_symlink() else f"it cannot be opened ({error.strerror})"
         raise Unreadable(f"unreadable: {word}") from None
-    with os.fdopen(handle, "rb") as file:
-        kind = os.fstat(file.fileno())
+    try:
+        kind = os.fstat(handle)
         if not stat.S_ISREG(kind.st_mode):
             raise Unreadable("unreadable: it is no ordinary file")
         if kind.st_size > MOST_BYTES:
             size = f"{kind.st_size / 2**20:.0f} MB, at most {MOST_BYTES // 2**20}"
             raise Unreadable(f"too large: the file has {size} (clear its outputs, and save it again)")
-        return file.read(MOST_BYTES + 1)
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise Unreadable(f"unreadable: it cannot be read ({error.strerror})") from None
+    finally:
+        os.close(handle)
 
 
 def _check_kernel(metadata):
@@ -142,23 +163,29 @@ def _cell(cell, k):
         kept["id"] = cell["id"]
     if isinstance(mark, dict):
         kept["metadata"]["nbgrader"] = mark
-    if kind == "markdown" and isinstance(cell.get("attachments"), dict):
+    if kind == "markdown" and _are_pictures(cell.get("attachments")):
         kept["attachments"] = cell["attachments"]
     return kept
 
 
+def _are_pictures(attachments) -> bool:
+    """Whether they have the form that nbformat asks for: name -> type -> text."""
+    bundles = attachments.values() if isinstance(attachments, dict) else ()
+    return bool(bundles) and all(isinstance(b, dict) and all(isinstance(text, str) for text in b.values()) for b in bundles)
+
+
 def _of_folder(name):
     moodle = MOODLE.fullmatch(name)
-    return (_clean(f"{moodle['name']}_{moodle['number']}"), moodle["number"]) if moodle else (_clean(name), "")
+    return (f"{moodle['name']}_{moodle['number']}", moodle["number"]) if moodle else (name, "")
 
 
 def _of_file(stem, lab):
     """(student, the platform's number) of a file that lies beside others."""
     for form in (MOODLE, CANVAS):
         if match := form.fullmatch(stem):
-            return _clean(f"{match['name']}_{match['number']}"), match["number"]
+            return f"{match['name']}_{match['number']}", match["number"]
     tail = re.fullmatch(rf"(.+?)[_ ]{re.escape(lab)}{_AGAIN}", stem)
-    return _clean(tail[1] if tail else stem), ""
+    return tail[1] if tail else stem, ""
 
 
 _AGAIN = r"(?: ?\(\d+\)|-\d+)?"  # what browsers and platforms add when there was one already
@@ -168,12 +195,25 @@ def _in_folder(folder, lab):
     """(files of the lab, "") or ([], why there is none) in a student's folder."""
     if folder.is_symlink() or not folder.is_dir():
         return [], "nothing was handed in" if not folder.is_symlink() else "it is a link to another place"
-    books = sorted(path for path in folder.iterdir() if path.suffix == ".ipynb" and not path.name.startswith("."))
+    try:
+        there = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        return [], f"the folder cannot be read ({error.strerror})"
+    books = [path for path in there if path.suffix == ".ipynb"]
     found = [path for path in books if re.fullmatch(rf"{re.escape(lab)}{_AGAIN}", path.stem)]
     if found:
-        return found, ""
-    names = ", ".join(path.name[:60] for path in books[:3])
-    return [], f"wrong file name: {names} instead of {lab}.ipynb" if books else "no notebook was handed in"
+        return [path for path in found if path.is_file()] or found, ""
+    if books:
+        return [], f"wrong file name: {', '.join(path.name[:60] for path in books[:3])} instead of {lab}.ipynb"
+    return [], next((why for path in there if (why := _no_notebook(path))), "no notebook was handed in")
+
+
+def _no_notebook(path):
+    """Why a file that is no notebook is somebody's work all the same; "" where it is not."""
+    name = path.name.lower()
+    if name.endswith(PACKED):
+        return f"{path.name[:60]} is an archive: unpack it"
+    return f"wrong file name: {path.name[:60]} does not end in .ipynb" if ".ipynb" in name else ""
 
 
 def _one(who, paths):
@@ -187,4 +227,8 @@ def _one(who, paths):
 def _clean(name: str) -> str:
     """A name as it is stored: composed characters, no spaces around, nothing that cannot be printed or is taken for a path."""
     name = "".join(c if c.isprintable() and c not in '/\\:"<>|?*' else "_" for c in unicodedata.normalize("NFC", name)).strip()
-    return name.strip(".")[:100].strip() or "_"
+    name = name.strip(".").strip()
+    if len(name.encode()) <= MOST_NAME:
+        return name or "_"
+    short = name.encode()[: MOST_NAME - 9].decode(errors="ignore").strip()
+    return f"{short}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"

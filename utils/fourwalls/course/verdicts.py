@@ -19,7 +19,8 @@ __all__ = ["GRADED", "NOT_GRADED", "Book", "Task", "Verdict", "verdict_of", "ver
 
 GRADED, NOT_GRADED = "graded", "not graded"
 CHECKS = Path(__file__).resolve().parent
-JUDGING = ("problem.py", "judge.py", "stand_in.py", "grade.py", "restore.py", "carry.py", "drivers*.py")  # besides the checks
+JUDGING = ("problem.py", "judge.py", "stand_in.py", "grade.py", "restore.py", "submissions.py", "carry.py", "drivers*.py")
+JUDGING += ("expect.py", "arrivals.py", "probe.py", "lab_ring.py", "../ranks/apart.py", "../ranks/remote.py", "../ranks/plain.py")
 
 
 @dataclass
@@ -35,7 +36,10 @@ class Task:
 
 @dataclass
 class Verdict:
-    """One submission. key: hash of the file and version of the lab, by which a second run knows what is done already."""
+    """One submission. key: hash of the file and version of the lab, by which a second run knows what is done already.
+
+    reason, errors and notes hold what students wrote: no character in them acts on a terminal, or cannot be stored.
+    """
 
     student: str
     verdict: str
@@ -46,6 +50,10 @@ class Verdict:
     number: str = ""
     key: str = ""
     seconds: float = 0.0
+
+    def __post_init__(self):
+        self.reason, self.notes = _printable(self.reason), [_printable(note) for note in self.notes]
+        self.errors = {_printable(name): _printable(text) for name, text in self.errors.items()}
 
 
 def verdict_of(student: str, graded: Graded, *, pictures: bool = True) -> Verdict:
@@ -96,6 +104,10 @@ class Book:
             file.write((line + "\n").encode())
             file.flush()
         self.verdicts[verdict.student] = verdict
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
 def _picture(report) -> str:

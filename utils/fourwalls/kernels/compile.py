@@ -58,22 +58,33 @@ class Compiled:
         self._run = torch.compile(fn, fullgraph=True, dynamic=False, options={"compile_threads": 1})
 
     def __call__(self, *args, **kwargs):
-        if self.seconds is not None or self.fell_back is not None:
-            return self._run(*args, **kwargs)
+        if self.fell_back is not None:
+            return self.fn(*args, **kwargs)
+        if self.seconds is not None:
+            return self._again(*args, **kwargs)
         start = time.perf_counter()
         try:
             with warnings.catch_warnings(), _no_cache() if self._fresh else nullcontext():
                 warnings.simplefilter("ignore")  # of the compiler's own; those of fn come with the next call
                 self._run(*args, **kwargs)
         except Exception as error:  # whatever the compiler stumbles over, the function itself may be right
-            result = self.fn(*args, **kwargs)  # and where it is not, its own error is the one to see
-            self._run, self.fell_back = self.fn, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            self._say(f"Compiling {_name(self.fn)} failed ({self.fell_back}), so it runs as separate operators.")
-            return result
+            return self._fall_back(error, *args, **kwargs)
         first = time.perf_counter() - start
         start = time.perf_counter()
         result = self._run(*args, **kwargs)
         self.seconds = max(first - (time.perf_counter() - start), 0.0)
+        return result
+
+    def _again(self, *args, **kwargs):
+        try:
+            return self._run(*args, **kwargs)
+        except Exception as error:  # torch compiles one function for so many shapes only, and then refuses
+            return self._fall_back(error, *args, **kwargs)
+
+    def _fall_back(self, error, *args, **kwargs):
+        result = self.fn(*args, **kwargs)  # and where the function is wrong itself, its own error is the one to see
+        self.fell_back = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        self._say(f"Compiling {_name(self.fn)} failed ({self.fell_back}), so it runs as separate operators.")
         return result
 
     def __repr__(self) -> str:

@@ -30,8 +30,11 @@ def separate_bytes(operator: str, rows: int, columns: int, *, itemsize: int = 4)
     }[operator]
 
 
-def one_pass_bytes(operator: str, rows: int, columns: int, *, itemsize: int = 4) -> int:
-    """Bytes of one pass, forward: each input read once, each result written once (for dropout the mask for backward, too)."""
+def one_pass_bytes(operator: str, rows: int, columns: int, *, itemsize: int = 4, gradient: bool = False) -> int:
+    """Bytes of one pass, forward: each input read once, each result written once (for dropout the mask for backward, too).
+
+    gradient: cross-entropy keeps two numbers a row for its backward, where one is wanted; the others here nothing more.
+    """
     _check(operator, rows, columns, itemsize)
     n, r, c, w = rows * columns, rows, columns, itemsize
     return {
@@ -39,7 +42,7 @@ def one_pass_bytes(operator: str, rows: int, columns: int, *, itemsize: int = 4)
         "layer_norm": (2 * n + 2 * c) * w,
         "bias_gelu": (2 * n + c) * w,
         "dropout_residual": (3 * w + 1) * n,
-        "cross_entropy": (n + 1) * w + LABEL * r,
+        "cross_entropy": (n + 1 + 2 * r * gradient) * w + LABEL * r,
     }[operator]
 
 

@@ -27,7 +27,7 @@ def bias_gelu_separate(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     _check_bias(x, bias)
     u = x + bias
     inner = torch.add(u, u.pow(3), alpha=CUBE) * SLOPE
-    return (inner.tanh() + 1) * u * 0.5
+    return (inner.tanh() + 1) * 0.5 * u  # halved first: twice the largest number would be infinite
 
 
 def bias_gelu_blocks(
@@ -48,7 +48,7 @@ def bias_gelu_blocks(
         torch.add(source[block], bias, out=u)
         torch.pow(u, 3, out=y)
         torch.add(u, y, alpha=CUBE, out=y)
-        y.mul_(SLOPE).tanh_().add_(1).mul_(u).mul_(0.5)
+        y.mul_(SLOPE).tanh_().add_(1).mul_(0.5).mul_(u)
     return result
 
 

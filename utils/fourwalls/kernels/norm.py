@@ -11,7 +11,7 @@ Reference: Welford 1962; Chan, Golub and LeVeque 1979 for pieces of several numb
 
 import torch
 
-from .rows import check_floating, chunk_of, flat_rows, need_no_gradient, place_of_result, row_slices
+from .rows import check_floating, chunk_of, flat_rows, need_no_gradient, place_of_result, row_slices, wide_dtype
 
 __all__ = [
     "layer_norm_blocks",
@@ -23,13 +23,17 @@ __all__ = [
 
 
 def layer_norm_separate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float = 1e-5) -> torch.Tensor:
-    """x (..., n), weight and bias (n,) -> (..., n): mean 0 and variance 1 over the last dim, then scale and shift."""
+    """x (..., n), weight and bias (n,) -> (..., n): mean 0 and variance 1 over the last dim, then scale and shift.
+
+    All forms here compute in at least float32: in fp16 the square of 256 is infinite already.
+    """
     _check(x, weight, bias, eps)
+    given, x = x.dtype, x.to(wide_dtype(x))
     mean = x.mean(-1, keepdim=True)  # (..., 1)
     distance = x - mean
     variance = (distance * distance).mean(-1, keepdim=True)
     normal = distance * (variance + eps).rsqrt()
-    return normal * weight + bias
+    return (normal * weight + bias).to(given)
 
 
 def layer_norm_blocks(
@@ -51,15 +55,20 @@ def layer_norm_blocks(
     source, target = flat_rows(x), flat_rows(result)
     slices = [*row_slices(len(source), rows, source.shape[1], x.element_size(), tensors=3)]
     largest = slices[0].stop if slices else 0
-    stat, squares = x.new_empty(largest, 1), x.new_empty(largest, source.shape[1])
+    wide = wide_dtype(x)
+    weight, bias = weight.to(wide), bias.to(wide)
+    stat, squares = (x.new_empty(largest, columns, dtype=wide) for columns in (1, source.shape[1]))
     for block in slices:
         count = block.stop - block.start
-        _norm_block(source[block], target[block], weight, bias, eps, stat[:count], squares[:count])
+        y = target[block].to(wide)  # the place itself, or room of its size
+        _norm_block(source[block].to(wide), y, weight, bias, eps, stat[:count], squares[:count])
+        if wide != x.dtype:
+            target[block] = y
     return result
 
 
 def _norm_block(x, y, weight, bias, eps, stat, squares) -> None:
-    """x (r, n) -> y (r, n); stat (r, 1) and squares (r, n) are room to work in."""
+    """x (r, n) -> y (r, n), of one dtype; stat (r, 1) and squares (r, n) are room to work in."""
     torch.mean(x, -1, keepdim=True, out=stat)
     torch.sub(x, stat, out=y)
     torch.mul(y, y, out=squares)
@@ -92,16 +101,18 @@ def layer_norm_online(
         scale = variance.add_(eps).rsqrt_()
         pieces = (source[block], target[block], weight, bias)
         for x_part, y_part, w, b in zip(*(piece.split(chunk, -1) for piece in pieces), strict=True):
-            torch.sub(x_part, mean, out=y_part)
-            y_part.mul_(scale)
-            torch.addcmul(b, y_part, w, out=y_part)
+            y = y_part.to(mean.dtype)
+            torch.sub(x_part, mean, out=y)
+            torch.addcmul(b.to(y.dtype), y.mul_(scale), w.to(y.dtype), out=y)
+            if y.dtype != x.dtype:
+                y_part.copy_(y)
     return result
 
 
 def running_mean_and_variance(x: torch.Tensor, *, columns: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean, variance) of each row, (..., 1) each, from one pass over chunks of `columns` numbers; columns 1 is Welford's own.
 
-    The variance is that of the row itself, divided by n.
+    The variance is that of the row itself, divided by n. Both are of at least float32.
     """
     check_floating(x, "mean and variance")
     with torch.no_grad():
@@ -110,7 +121,7 @@ def running_mean_and_variance(x: torch.Tensor, *, columns: int | None = None) ->
         parts = [_running(source[block], chunk) for block in row_slices(len(source), rows, chunk, 1)]
         shape = (*x.shape[:-1], 1)
         if not parts:
-            return x.new_full(shape, torch.nan), x.new_full(shape, torch.nan)
+            return tuple(x.new_full(shape, torch.nan, dtype=wide_dtype(x)) for _ in range(2))
         return tuple(torch.cat(side).view(shape) for side in zip(*parts, strict=True))
 
 
@@ -126,10 +137,11 @@ def two_sums_variance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _running(x: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean, variance) of the rows of x (r, n), (r, 1) each."""
-    seen, mean, spread = 0, x.new_zeros(len(x), 1), x.new_zeros(len(x), 1)
+    wide = wide_dtype(x)
+    seen, mean, spread = 0, x.new_zeros(len(x), 1, dtype=wide), x.new_zeros(len(x), 1, dtype=wide)
     for part in x.split(chunk, -1):
         count = part.shape[1]
-        variance, middle = torch.var_mean(part, -1, correction=0, keepdim=True)
+        variance, middle = torch.var_mean(part.to(wide), -1, correction=0, keepdim=True)
         apart = middle - mean
         share = count / (seen + count)
         mean = mean + apart * share

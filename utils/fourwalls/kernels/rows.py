@@ -22,6 +22,7 @@ __all__ = [
     "place_of_result",
     "row_slices",
     "rows_that_fit",
+    "wide_dtype",
 ]
 
 BLOCK_BYTES = 2**19  # of all tensors of a block together: the second cache of common processors has 256 KiB to 2 MiB
@@ -66,6 +67,11 @@ def check_floating(x: torch.Tensor, what: str) -> None:
         raise ValueError(f"{what} of {str(x.dtype).removeprefix('torch.')}; allowed: a floating dtype, for instance x.float()")
 
 
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """At least float32: where sums are made, which in 16 bits overflow (fp16 at 65,504) or stop to grow (bf16 at 256 times 1)."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def need_no_gradient(what: str, instead: str, *tensors: torch.Tensor) -> None:
     """ValueError where autograd would want a backward that `what` does not have."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -73,7 +79,9 @@ def need_no_gradient(what: str, instead: str, *tensors: torch.Tensor) -> None:
 
 
 def place_of_result(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """`out`, or a new contiguous tensor of x's shape. ValueError for an `out` of another shape or dtype, or with gaps."""
+    """`out`, or a new contiguous tensor of x's shape. ValueError for an `out` of another shape or dtype, with gaps, or that lies
+    over a part of x (x itself is allowed): later rows of x would be overwritten before they are read.
+    """
     if out is None:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
@@ -81,4 +89,17 @@ def place_of_result(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
             f"out is {tuple(out.shape)} of {out.dtype} with strides {out.stride()}; allowed: a contiguous {tuple(x.shape)} of "
             f"{x.dtype}"
         )
+    if _same_memory(x, out) and (x.storage_offset(), x.stride()) != (out.storage_offset(), out.stride()):
+        raise ValueError("out lies over a part of x; allowed: x itself, or memory that x has no part of")
     return out
+
+
+def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the stretches of storage that the two lie in have a place in common."""
+    if x.untyped_storage()._cdata != y.untyped_storage()._cdata or not x.numel():
+        return False
+    (a, b), (c, d) = (
+        (t.storage_offset(), t.storage_offset() + sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True)))
+        for t in (x, y)
+    )
+    return a <= d and c <= b

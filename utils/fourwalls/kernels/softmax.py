@@ -13,29 +13,32 @@ import math
 
 import torch
 
-from .rows import check_floating, chunk_of, flat_rows, need_no_gradient, place_of_result, row_slices
+from .rows import check_floating, chunk_of, flat_rows, need_no_gradient, place_of_result, row_slices, wide_dtype
 
 __all__ = ["running_max_and_sum", "softmax_blocks", "softmax_online", "softmax_separate"]
 
 
 def softmax_separate(x: torch.Tensor) -> torch.Tensor:
-    """(..., n) -> (..., n), over the last dim, in five operators. A row that holds nan or +inf, or only -inf, becomes nan."""
+    """(..., n) -> (..., n), over the last dim, in five operators. A row that holds nan or +inf, or only -inf, becomes nan.
+
+    The sum is made in at least float32, as in all forms here: in fp16 it would be infinite for 65,520 numbers on.
+    """
     check_floating(x, "softmax")
     if x.numel() == 0:
         return x.clone()
     largest = x.amax(-1, keepdim=True)  # (..., 1)
     below = x - largest
     weights = below.exp()
-    return weights / weights.sum(-1, keepdim=True)
+    return (weights / weights.sum(-1, keepdim=True, dtype=wide_dtype(x))).to(x.dtype)
 
 
-def _softmax_block(x: torch.Tensor, y: torch.Tensor, stat: torch.Tensor) -> None:
-    """x (r, n) -> y (r, n), in place of what stands there; stat (r, 1) is room for a number a row."""
-    torch.amax(x, -1, keepdim=True, out=stat)
-    torch.sub(x, stat, out=y)
+def _softmax_block(x: torch.Tensor, y: torch.Tensor, largest: torch.Tensor, total: torch.Tensor) -> None:
+    """x (r, n) -> y (r, n), in place of what stands there; largest and total (r, 1) are room for a number a row each."""
+    torch.amax(x, -1, keepdim=True, out=largest)
+    torch.sub(x, largest, out=y)
     torch.exp(y, out=y)
-    torch.sum(y, -1, keepdim=True, out=stat)
-    torch.div(y, stat, out=y)
+    torch.sum(y, -1, keepdim=True, dtype=total.dtype, out=total)
+    torch.div(y, total, out=y)
 
 
 def softmax_blocks(x: torch.Tensor, *, rows: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,9 +52,11 @@ def softmax_blocks(x: torch.Tensor, *, rows: int | None = None, out: torch.Tenso
     source, target = flat_rows(x), flat_rows(result)
     count, columns = source.shape
     slices = [*row_slices(count, rows, columns, x.element_size())]
-    stat = x.new_empty(slices[0].stop if slices else 0, 1)
+    most = slices[0].stop if slices else 0
+    largest, total = x.new_empty(most, 1), x.new_empty(most, 1, dtype=wide_dtype(x))
     for block in slices:
-        _softmax_block(source[block], target[block], stat[: block.stop - block.start])
+        count = block.stop - block.start
+        _softmax_block(source[block], target[block], largest[:count], total[:count])
     return result
 
 
@@ -78,7 +83,7 @@ def softmax_online(x: torch.Tensor, *, columns: int | None = None, out: torch.Te
 def running_max_and_sum(x: torch.Tensor, *, columns: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest, sum of e^(x - largest)) of each row, (..., 1) each, from one pass over chunks of `columns` numbers.
 
-    A row of -inf alone has the sum 0.
+    A row of -inf alone has the sum 0. The sum is of at least float32, whatever x is.
     """
     check_floating(x, "softmax")
     with torch.no_grad():
@@ -87,7 +92,7 @@ def running_max_and_sum(x: torch.Tensor, *, columns: int | None = None) -> tuple
         parts = [_running(source[block], chunk) for block in row_slices(len(source), rows, chunk, 1)]
         shape = (*x.shape[:-1], 1)
         if not parts:
-            return x.new_full(shape, -math.inf), x.new_zeros(shape)
+            return x.new_full(shape, -math.inf), x.new_zeros(shape, dtype=wide_dtype(x))
         return tuple(torch.cat(side).view(shape) for side in zip(*parts, strict=True))
 
 
@@ -95,14 +100,14 @@ def _running(x: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest, sum) of the rows of x (r, n), (r, 1) each."""
     room = x.new_empty(len(x), chunk)
     largest = x.new_full((len(x), 1), -math.inf)
-    total = torch.zeros_like(largest)
+    total = torch.zeros_like(largest, dtype=wide_dtype(x))
     for part in x.split(chunk, -1):
         newest = torch.maximum(largest, part.amax(-1, keepdim=True))
         finite = newest.masked_fill(newest == -math.inf, 0)  # so that (-inf) - (-inf) is not nan before a row's first number
-        shrink = (largest - finite).exp_()
+        shrink = (largest - finite).to(total.dtype).exp_()
         weights = room[:, : part.shape[1]]
         torch.sub(part, finite, out=weights)
         torch.exp(weights, out=weights)
-        total = total * shrink + weights.sum(-1, keepdim=True)
+        total = total * shrink + weights.sum(-1, keepdim=True, dtype=total.dtype)
         largest = newest
     return largest, total

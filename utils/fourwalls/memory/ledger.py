@@ -51,6 +51,7 @@ class Ledger:
         self._marked: int | None = None  # what the Trace heard last
         self._known: dict[int, Storage] = {}  # by address of the storage's C++ object, living ones only
         self._all: list[Storage] = []
+        self._resized: list[Storage] = []
         self._saves: list[Saved] = []
         self._phases: list[tuple[int, str]] = []
         self._ops: list[tuple[str, int]] = []  # (name of the operation, picoseconds since the start)
@@ -134,11 +135,24 @@ class Ledger:
             self._all.append(entry)
             self._known[key] = entry
             self._live += size
-        elif entry.bytes != size:
+        else:
+            self._resize(entry, size, moment)
+        return entry
+
+    def _resize(self, entry: Storage, size: int, moment: int) -> None:
+        if entry.bytes != size:
+            if len(entry.sizes) == 1:
+                self._resized.append(entry)
             self._live += size - entry.bytes
             entry.bytes = size
             entry.sizes.append((max(moment, self._clock), size))
-        return entry
+
+    def _look_again(self) -> None:
+        """What has changed its size may do so again, in another thread, where no operation of this one shows it."""
+        for entry in self._resized:
+            storage = entry.guard()
+            if storage is not None:
+                self._resize(entry, storage.nbytes(), self._clock + 1)
 
     def _free(self, key: int, entry: Storage) -> None:
         if self._known.get(key) is entry:

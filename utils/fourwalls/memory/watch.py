@@ -40,9 +40,7 @@ def line() -> tuple[str, int, str]:
 def _caller() -> str:
     """The module that called the operation; torch and dispatch modes between it and us are passed over."""
     frame = sys._getframe(2)
-    while frame is not None and (
-        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.startswith(_TORCH)
-    ):
+    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.startswith(_TORCH)):
         frame = frame.f_back
     return "" if frame is None else frame.f_globals.get("__name__", "")
 
@@ -102,14 +100,16 @@ class Watch(TorchDispatchMode):
                     ledger._note(leaf, "inputs", 0)  # not seen before: it was made before the block
         out = func(*args, **(kwargs or {}))
         if func._schema.is_mutable or func.namespace == "c10d":
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write or func._schema.name == "c10d::recv_":
-                    for x in tree_leaves(value):
+            named = kwargs or {}
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.is_write or func._schema.name == "c10d::recv_":  # by place, or by name: `out=`
+                    for x in tree_leaves(args[place] if place < len(args) else named.get(argument.name)):
                         self._written(x, message)
         if not models:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
                     ledger._note(leaf, "buffers" if message else "temporary", ledger._clock + 1)
+            ledger._look_again()
             ledger._tick(func.name().removeprefix("aten::"))
         return out
 

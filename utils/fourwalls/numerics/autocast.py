@@ -45,6 +45,8 @@ class Autocast(TorchFunctionMode):
     does there). arithmetic: "native" casts and calls the kernel of that dtype; "float32" rounds what goes into a low operator and
     what comes out of it, gradients too, and computes in between in fp32. That is what the hardware does, whose products are added
     up in fp32, in the time of fp32 and its bytes: for a processor on which 16 bits are slow. ValueError for other words.
+
+    What writes where it is told to (`out=`) is left as it is, as torch does: cast, it would fill a copy that nobody sees.
     """
 
     casts = True  # how an optimiser's step tells that it stands inside a region
@@ -74,6 +76,8 @@ class Autocast(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if kwargs.get("out") is not None:
+            return func(*args, **kwargs)
         if name in self.low:
             args, kwargs = tree_map(self._to_low, (args, kwargs))
             out = func(*args, **kwargs)

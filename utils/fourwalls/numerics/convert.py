@@ -10,7 +10,7 @@ Reference: Nagel et al. 2021 (arXiv:2106.08295), section 3.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import nn
 from ..nn.layers import Linear
 from .int8 import FakeLinear, Int8Linear
 
-__all__ = ["LINEARS", "UnfoldedConv", "convert", "linear_names", "watch_inputs"]
+__all__ = ["LINEARS", "UnfoldedConv", "convert", "linear_names", "replace_layers", "watch_inputs"]
 
 LINEARS = (Linear, nn.Linear)
 
@@ -31,7 +31,8 @@ class UnfoldedConv(nn.Module):
         super().__init__()
         if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise ValueError("this convolution has groups or a padding other than zeros; allowed: one group, zeros, numbers")
-        flat = nn.Linear(conv.weight[0].numel(), conv.out_channels, bias=conv.bias is not None, dtype=conv.weight.dtype)
+        kinds = {"bias": conv.bias is not None, "device": conv.weight.device, "dtype": conv.weight.dtype}
+        flat = nn.Linear(conv.weight[0].numel(), conv.out_channels, **kinds)
         with torch.no_grad():
             flat.weight.copy_(conv.weight.flatten(1))
             if conv.bias is not None:
@@ -51,8 +52,22 @@ class UnfoldedConv(nn.Module):
 
 
 def linear_names(model: nn.Module, *, kinds=LINEARS) -> list[str]:
-    """The paths of the model's linear layers, in order."""
+    """The paths of the model's linear layers, in order; "" for a model that is one. A layer that stands in several places has the
+    path of the first.
+    """
     return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def replace_layers(model: nn.Module, made: Mapping[str, nn.Module]) -> nn.Module:
+    """In place: {path: module} put where the layer of that path stands, in every place where the same layer stands, so that what
+    was shared stays shared. Returns the model, or the new module itself for the path "".
+    """
+    new = {id(model.get_submodule(name)): module for name, module in made.items()}
+    for home in list(model.modules()):
+        for name, child in list(home._modules.items()):
+            if id(child) in new:
+                home._modules[name] = new[id(child)]
+    return made.get("", model)
 
 
 def convert(model: nn.Module, make: Callable[..., nn.Module] = Int8Linear.of, *, skip: Iterable[str] = (), named: bool = False):
@@ -68,18 +83,21 @@ def convert(model: nn.Module, make: Callable[..., nn.Module] = Int8Linear.of, *,
     if unknown or not names:
         found = f"no linear layer {unknown[0]!r}; there are {', '.join(names)}" if unknown else "the model has no linear layer"
         raise ValueError(found)
-    result = copy.deepcopy(model)
+    result, made = copy.deepcopy(model), {}
     for name in names:
         if name in skip:
             continue
-        parent, _, last = name.rpartition(".")
-        home, layer = result.get_submodule(parent), result.get_submodule(name)
+        layer = result.get_submodule(name)
 
         def build(flat, name=name):
             return make(flat, name) if named else make(flat)
 
-        setattr(home, last, UnfoldedConv(layer, build) if isinstance(layer, nn.Conv2d) else build(layer))
-    return result.eval()
+        made[name] = UnfoldedConv(layer, build) if isinstance(layer, nn.Conv2d) else build(layer)
+    return replace_layers(result, made).eval()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
 @torch.no_grad()
@@ -91,7 +109,7 @@ def watch_inputs(model: nn.Module, batches: Iterable, *, run: Callable | None = 
     seen: dict[str, list] = {}
     handles = [
         model.get_submodule(name).register_forward_pre_hook(
-            lambda module, inputs, name=name: seen.setdefault(name, []).append(inputs[0].detach().flatten(0, -2))
+            lambda module, inputs, name=name: seen.setdefault(name, []).append(_rows(inputs[0].detach()))
         )
         for name in linear_names(model)
     ]

@@ -57,8 +57,10 @@ def soft_loss(student: torch.Tensor, teacher: torch.Tensor, *, temperature: floa
     wide = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     ours = F.log_softmax(student.to(wide) / temperature, -1)
     theirs = F.log_softmax(teacher.detach().to(wide) / temperature, -1)
-    # "none" and two words of our own: F.kl_div's "mean" divides by V as well
-    return temperature**2 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean()
+    share = theirs.exp()
+    # what the teacher rules out (a logit of -inf) adds 0, not 0 * inf, which F.kl_div takes; its "mean" divides by V as well
+    apart = torch.where(share == 0, 0.0, theirs - ours)
+    return temperature**2 * (share * apart).sum(-1).mean()
 
 
 def distill_loss(

@@ -21,8 +21,11 @@ __all__ = ["fold_batch_norm", "fold_model"]
 def fold_batch_norm(conv: nn.Module, norm: nn.Module) -> nn.Module:
     """A copy of `conv` (a convolution or linear layer, with or without bias) that computes norm(conv(x)) as in eval.
 
-    ValueError for a norm without running statistics, which is another function for every batch, and for other channels.
+    ValueError for a norm without running statistics, which is another function for every batch, for other channels, and for a
+    transposed convolution, whose weight has its outputs in another dim.
     """
+    if isinstance(conv, nn.modules.conv._ConvTransposeNd):
+        raise ValueError(f"{type(conv).__name__} is transposed; allowed: a convolution or a linear layer")
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError(
             "this batch norm keeps no running statistics and depends on the batch in eval; allowed: track_running_stats"

@@ -54,8 +54,10 @@ def gptq(
 
     damping: this share of the mean of h's diagonal is added to it, so that channels that never move can be handled. order: the
     columns as "given", or those with the largest diagonal first ("hessian"). A channel that was never active is only rounded.
-    ValueError for other sizes, an unknown order, or a Hessian that is not positive definite even when damped.
+    ValueError for other sizes, an unknown order, damping below 0, or a Hessian that is not positive definite even when damped.
     """
+    if not damping >= 0:
+        raise ValueError(f"damping is {damping!r}; allowed: 0 or more, such as 0.01")
     if w.dim() != 2 or tuple(h.shape) != (w.shape[1],) * 2:
         raise ValueError(f"w {tuple(w.shape)} and h {tuple(h.shape)}; allowed: (n, k) and (k, k)")
     if order not in ORDERS:

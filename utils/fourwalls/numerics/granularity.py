@@ -12,7 +12,6 @@ Reference: Krishnamoorthi 2018 (arXiv:1806.08342) for channels; Frantar et al. 2
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 __all__ = ["check_layout", "expand_scale", "scale_shape", "to_slices"]
 
@@ -43,13 +42,20 @@ def scale_shape(shape: Sequence[int], axis=None, group: int | None = None) -> tu
 
 
 def to_slices(x: torch.Tensor, axis=None, group: int | None = None) -> torch.Tensor:
-    """x -> (slices, values of a slice), in the order of the scales. A last group that is short is filled up with zeros."""
+    """x -> (slices, values of a slice), in the order of the scales.
+
+    A last group that is short is filled up with its own values again: zeros would change what an observer sees of it.
+    """
     kept = check_layout(x.shape, axis, group)
     count = 1
     for size in scale_shape(x.shape, axis, group):
         count *= size
     if group is not None:
-        return F.pad(x, (0, -x.shape[-1] % group)).reshape(count, group)
+        lacking, short = -x.shape[-1] % group, x.shape[-1] % group
+        if lacking:
+            again = x[..., -short:].repeat(*[1] * (x.dim() - 1), -(-lacking // short))
+            x = torch.cat([x, again[..., :lacking]], -1)
+        return x.reshape(count, group)
     others = [d for d in range(x.dim()) if d not in kept]
     values = 1
     for d in others:

@@ -28,8 +28,10 @@ def int8_linear(xq, sx, wq, sw, bias=None, *, zero=0, how: str = "integer", dtyp
 
     sx: one number or (m, 1), a scale for each row of x. sw: one number, (n,) or (n, 1), a scale for each row of w. zero: the zero
     point of x, one number or (m, 1); x of uint8 is shifted to int8 with it. how: as `int_product`. Nothing of size (m, k) or (n,
-    k) is ever a float. ValueError for scales along k: they cannot be taken out of the sum.
+    k) is ever a float. Scales are applied in at least float32, whatever dtype is asked for: five products of 127 by 127 are
+    beyond fp16. ValueError for scales along k: they cannot be taken out of the sum.
     """
+    given, dtype = dtype, torch.promote_types(dtype, torch.float32)
     if xq.dtype == torch.uint8:
         xq, zero = (xq.to(torch.int16) - 128).to(torch.int8), torch.as_tensor(zero) - 128
     acc = int_product(xq, wq, how=how)
@@ -39,7 +41,7 @@ def int8_linear(xq, sx, wq, sw, bias=None, *, zero=0, how: str = "integer", dtyp
         sums = wq.sum(1, dtype=torch.int64)
         acc = acc - torch.as_tensor(zero).to(torch.int64) * sums
     y = acc.to(dtype).mul_(sx).mul_(sw)
-    return y if bias is None else y.add_(bias)
+    return (y if bias is None else y.add_(bias)).to(given)
 
 
 def _scale_of(name, scale, q, dtype):
@@ -53,11 +55,11 @@ def _scale_of(name, scale, q, dtype):
     return scale
 
 
-def row_scale(x: torch.Tensor) -> torch.Tensor:
-    """(m, k) -> (m, 1): the scale of each row, as `quantize(x, 8, axis=0)` has it."""
+def row_scale(x: torch.Tensor, grid: Grid = GRID) -> torch.Tensor:
+    """(m, k) -> (m, 1): the scale of each row, as `quantize(x, bits, axis=0)` has it."""
     if x.shape[1] == 0:
         return torch.ones(len(x), 1, dtype=x.dtype, device=x.device)
-    return GRID.place(x.amin(1, keepdim=True), x.amax(1, keepdim=True))[0]
+    return grid.place(x.amin(1, keepdim=True), x.amax(1, keepdim=True))[0]
 
 
 def linear_in_blocks(x, wq, sw, bias=None, *, rows: int | None = ROWS, how: str = "integer") -> torch.Tensor:
@@ -124,7 +126,7 @@ class FakeLinear(nn.Module):
 
     bits, and axis or group, of weights (w_) and inputs (x_); None for bits leaves that side as it is. x_axis: 0 is a scale for
     each row (token), 1 for each channel, None one for all. `weight` may hold a Quantized weight made elsewhere (by GPTQ,
-    say).
+    say). ValueError where it has another shape than the layer's.
     """
 
     def __init__(self, layer: nn.Module, *, w_bits=8, w_axis=0, w_group=None, x_bits=8, x_axis=0, weight=None):
@@ -132,6 +134,8 @@ class FakeLinear(nn.Module):
         check_layer(layer)
         w = layer.weight.detach()
         if weight is not None:
+            if weight.values.shape != w.shape:
+                raise ValueError(f"weight {tuple(weight.values.shape)} for a layer of {tuple(w.shape)}; they must agree")
             w = weight.dequantize()
         elif w_bits is not None:
             w = fake_quantize(w, w_bits, None if w_group else w_axis, group=w_group)

@@ -13,8 +13,9 @@ import copy
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from .convert import linear_names
+from .convert import linear_names, replace_layers
 from .int8 import int8_linear
 from .quantize import quantize
 
@@ -34,6 +35,7 @@ class Int8Product(torch.autograd.Function):
         return int8_linear(xq.values, xq.scale, wq.values, wq.scale, bias, how=how, dtype=x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         values, scale, weight = ctx.saved_tensors
         dx = dw = None
@@ -59,7 +61,7 @@ class Int8TrainingLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Int8Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self.how)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], len(self.weight))
 
 
 def int8_training(model: nn.Module, *, how: str = "auto") -> nn.Module:
@@ -68,7 +70,4 @@ def int8_training(model: nn.Module, *, how: str = "auto") -> nn.Module:
     names = linear_names(result)
     if not names:
         raise ValueError("the model has no linear layer (or it was converted already)")
-    for name in names:
-        parent, _, last = name.rpartition(".")
-        setattr(result.get_submodule(parent), last, Int8TrainingLinear(result.get_submodule(name), how=how))
-    return result
+    return replace_layers(result, {name: Int8TrainingLinear(result.get_submodule(name), how=how) for name in names})

@@ -29,7 +29,8 @@ def _round(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Cache:
-    """Keys and values of one layer: append(k, v), each (b, heads, new tokens, d); read() -> both, of all tokens so far.
+    """Keys and values of one layer: append(k, v), each (b, heads, new tokens, d); read() -> both, of all tokens so far, in the
+    dtype that they came in.
 
     bits: 8, or None to keep floats as they come. nbytes counts integers and scales.
     """
@@ -37,9 +38,10 @@ class Cache:
     def __init__(self, bits: int | None = 8):
         if bits not in (8, None):
             raise ValueError(f"bits is {bits!r}; allowed: 8, or None for floats")
-        self.bits, self._parts = bits, ([], [])
+        self.bits, self._parts, self._dtype = bits, ([], []), torch.float32
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._dtype = k.dtype
         for parts, x in zip(self._parts, (k, v), strict=True):
             parts.append((x, None) if self.bits is None else _round(x))
 
@@ -47,7 +49,7 @@ class Cache:
         if not self._parts[0]:
             raise ValueError("the cache is empty; allowed: read() after append(k, v)")
         k, v = (torch.cat([x if scale is None else x * scale.float() for x, scale in parts], 2) for parts in self._parts)
-        return k, v
+        return k.to(self._dtype), v.to(self._dtype)
 
     @property
     def tokens(self) -> int:
@@ -78,7 +80,7 @@ def decode(model: GPT, tokens: torch.Tensor, caches: list[Cache]) -> torch.Tenso
         q = split_heads(attention.query(normed), attention.heads)
         cache.append(*(split_heads(layer(normed), attention.kv_heads) for layer in (attention.key, attention.value)))
         k, v = (t.repeat_interleave(attention.heads // attention.kv_heads, 1) for t in cache.read())
-        mask = torch.full((new, start + new), -math.inf).triu_(start + 1)
+        mask = torch.full((new, start + new), -math.inf, dtype=q.dtype).triu_(start + 1)
         weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + mask, -1)
         x = x + attention.output(merge_heads(weights @ v))
         x = x + block.mlp(block.norm2(x))

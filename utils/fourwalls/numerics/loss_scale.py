@@ -18,7 +18,7 @@ from ..collectives import all_reduce
 from ..nn.optim import clip_
 from ..ranks.comm import Comm
 
-__all__ = ["LossScaler", "agree_overflow", "overflowed"]
+__all__ = ["LossScaler", "agree_overflow", "overflowed", "refuse_autocast"]
 
 
 def overflowed(gradients: Iterable[torch.Tensor]) -> bool:
@@ -69,6 +69,7 @@ class LossScaler:
         self.dynamic, self.comms, self.least = dynamic, tuple(comms), least
         self.good, self.skipped = 0, 0
         self._seen: dict[int, tuple] = {}  # optimisers unscaled since the last update: (the optimiser, overflowed, stepped)
+        self._done: dict[int, torch.Tensor] = {}  # gradients unscaled since then, by id
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """loss * value."""
@@ -77,7 +78,8 @@ class LossScaler:
     def unscale_(self, optimizer) -> bool:
         """Divide the gradients of the optimiser's parameters by the scale, in place. Returns whether all ranks may use them.
 
-        Before anything looks at their size: clipping, norms, another loss. Once for each update. Raises ValueError for a second
+        Before anything looks at their size: clipping, norms, another loss. Once for each update; a gradient that two optimisers
+        share is divided once. What overflows in the division itself (a scale below 1) counts, too. Raises ValueError for a second
         time, for fp16 gradients (the small ones that the scale saved would be lost again), and where nothing has a gradient.
         """
         if id(optimizer) in self._seen:
@@ -90,11 +92,12 @@ class LossScaler:
             )
         if not grads and not self.comms:
             raise ValueError("no parameter of this optimiser has a gradient; call scaler.scale(loss).backward() first")
-        found = self._overflow(grads)
         inverse = _single(1 / self.value)
         with torch.no_grad():
             for g in grads:
-                g.mul_(inverse)
+                if id(g) not in self._done:
+                    self._done[id(g)] = g.mul_(inverse)
+        found = self._overflow(grads)
         self._seen[id(optimizer)] = (optimizer, found, False)
         return not found
 
@@ -107,7 +110,7 @@ class LossScaler:
         comm: as `nn.optim.clip_`, where the parameters are shards. Raises ValueError inside an autocast region, where the cached
         16-bit weights would be those from before the step, and for a second step before update().
         """
-        _refuse_autocast()
+        refuse_autocast()
         if id(optimizer) not in self._seen:
             self.unscale_(optimizer)
         _, found, stepped = self._seen[id(optimizer)]
@@ -131,6 +134,7 @@ class LossScaler:
             raise ValueError("nothing was unscaled since the last update(); call step(optimizer) first")
         found = any(overflow for _, overflow, _ in self._seen.values())
         self._seen.clear()
+        self._done.clear()
         if not self.dynamic:
             return
         if found:
@@ -165,7 +169,7 @@ def _single(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float64).float())
 
 
-def _refuse_autocast() -> None:
+def refuse_autocast() -> None:
     """ValueError inside a region of torch's autocast or ours (found by its mark, as the mode stands on torch's own stack)."""
     ours = any(getattr(mode, "casts", False) for mode in torch.overrides._get_current_function_mode_stack())
     if ours or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):

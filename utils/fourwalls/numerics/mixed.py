@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .formats import get_format
-from .loss_scale import LossScaler
+from .loss_scale import LossScaler, refuse_autocast
 
 __all__ = ["MasterWeights", "lower"]
 
@@ -45,7 +45,7 @@ class MasterWeights:
     make_optimizer gets one fp32 master for each parameter, in order, and returns an optimiser, ours or torch's. A parameter that
     is in fp32 already is its own master. scaler: scales were on the loss; its unscaling, agreement and skipping apply. state: the
     optimiser's, with the masters in it, so that a ledger counts all 12 bytes as the optimiser's. Raises ValueError for
-    parameters that are no floats.
+    parameters that are no floats, and for one that is given twice: its two masters would overwrite each other's steps.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], make_optimizer: Callable, *, scaler: LossScaler | None = None):
@@ -53,6 +53,8 @@ class MasterWeights:
         wrong = [p.dtype for p in self.params if not p.is_floating_point()]
         if wrong:
             raise ValueError(f"parameters are floats; got {wrong[0]}")
+        if len({id(p) for p in self.params}) < len(self.params):
+            raise ValueError(f"{len(self.params)} parameters, but some of them twice; allowed: each once (model.parameters())")
         self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.params]
         self.optimizer, self.scaler = make_optimizer(self.masters), scaler
 
@@ -75,6 +77,7 @@ class MasterWeights:
         A 16-bit gradient gives way to its fp32 copy, so that at most 2 bytes a parameter are added for this moment. clip, comm:
         as `LossScaler.step`, to which the order belongs; without a scaler the scale is 1 and only what overflowed is skipped.
         """
+        refuse_autocast()  # before any gradient is moved
         scaler = self.scaler or LossScaler(scale=1.0, dynamic=False)
         for p, master in zip(self.params, self.masters, strict=True):
             if master is not p:

@@ -117,11 +117,14 @@ def find_observer(name: str) -> Callable:
 class Observer:
     """Watches batches of one tensor; then `place()` gives its scale and zero point.
 
-    watch(x) any number of times, place() -> (scale, zero) in the shape of `scale_shape`. Keeps at most `keep` values a slice
-    (every k-th; smallest and largest always). ValueError where nothing was watched, or where a batch has other channels.
+    watch(x) any number of times, place() -> (scale, zero) in the shape of `scale_shape`. Keeps about `keep` values a slice (every
+    k-th, of earlier batches fewer and fewer; smallest and largest always). ValueError where nothing was watched, where a batch
+    has other channels, and for keep below 1.
     """
 
     def __init__(self, name: str = "absmax", grid: Grid | None = None, *, axis=None, keep: int = 2**16, **options):
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep is {keep!r}; a whole number of at least 1")
         self.find, self.grid, self.axis, self.keep, self.options = find_observer(name), grid or Grid(), axis, keep, options
         self._seen: torch.Tensor | None = None
         self._shape: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ import functools
 
 import torch
 
-from .grids import check_finite
+from .grids import Grid, check_finite
 from .int8 import ROWS, row_scale
 
 __all__ = ["bits_of_inputs", "is_available", "linear_onednn", "pack", "unsigned_product"]
@@ -54,11 +54,12 @@ def linear_onednn(x, packed, sw, bias=None, *, bits: int | None = None, rows: in
     bits: of the inputs; what `bits_of_inputs` allows here. ValueError for infinities and NaN.
     """
     bits = bits or bits_of_inputs()
-    high = 2 ** (bits - 1) - 1
+    grid = Grid(bits)  # its scales: a row of one number has that number for its scale, whatever the bits
+    high = grid.high
     y = torch.empty(len(x), len(sw), dtype=x.dtype)
     for start in range(0, len(x), rows):
         some = x[start : start + rows]
-        scale = row_scale(some) * (127 / high)
+        scale = row_scale(some, grid)
         if not torch.isfinite(scale).all():
             check_finite(x)
         q = (some / scale).round_().clamp_(-high, high).add_(high + 1).to(torch.uint8)

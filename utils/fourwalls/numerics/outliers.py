@@ -37,6 +37,7 @@ class DecomposedLinear(nn.Module):
 
     Which columns these are is decided for each input; `fixed`, indices found in calibration, decides once, and only then the
     float weights of the other columns are gone and memory is saved. share: of the columns, what the last call kept in floats.
+    ValueError for `fixed` columns that do not exist, or that come twice.
     """
 
     def __init__(self, layer: nn.Module, *, threshold: float = THRESHOLD, fixed: torch.Tensor | None = None, how: str = "auto"):
@@ -46,22 +47,38 @@ class DecomposedLinear(nn.Module):
         self.columns = layer.weight.shape[1]
         self.register_buffer("weight", layer.weight.detach().clone())
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().clone())
-        self.register_buffer("fixed", fixed)
         if fixed is not None:
-            small = _others(fixed, self.columns)
-            self.small = quantize(self.weight[:, small], 8, 0)
+            fixed = _check_fixed(fixed, self.columns)
+            small = quantize(self.weight[:, _others(fixed, self.columns)], 8, 0)
             self.weight = self.weight[:, fixed].clone()
+        self.register_buffer("fixed", fixed)
+        self.register_buffer("values", None if fixed is None else small.values)
+        self.register_buffer("scale", None if fixed is None else small.scale)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         big = outlier_columns(flat, self.threshold) if self.fixed is None else self.fixed
         small = _others(big, self.columns)
-        wq = quantize(self.weight[:, small], 8, 0) if self.fixed is None else self.small
+        if self.fixed is None:
+            wq = quantize(self.weight[:, small], 8, 0)
+            values, scale = wq.values, wq.scale
+        else:
+            values, scale = self.values, self.scale
         wide = self.weight[:, big] if self.fixed is None else self.weight
         self.share = len(big) / max(1, self.columns)
-        y = linear_in_blocks(flat[:, small], wq.values, wq.scale, self.bias, how=self.how)
+        y = linear_in_blocks(flat[:, small], values, scale, self.bias, how=self.how)
         return y.addmm_(flat[:, big], wide.t()).view(*x.shape[:-1], -1)
+
+
+def _check_fixed(fixed: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of columns as int64, each once."""
+    fixed = torch.as_tensor(fixed)
+    whole = fixed.dim() == 1 and not fixed.is_floating_point() and fixed.dtype != torch.bool
+    fixed = fixed.to(torch.int64) if whole or not fixed.numel() else fixed
+    if fixed.dtype != torch.int64 or bool(((fixed < 0) | (fixed >= count)).any()) or len(fixed.unique()) < fixed.numel():
+        raise ValueError(f"fixed is {fixed.tolist()}; allowed: different indices of 0 to {count - 1}, as whole numbers")
+    return fixed.reshape(-1)
 
 
 def _others(some: torch.Tensor, count: int) -> torch.Tensor:
@@ -86,7 +103,7 @@ def inject(model: GPT, channels: Sequence[int], factor: float = 64.0) -> GPT:
     factor is a power of two: then the model computes the same bits as before. ValueError for others, and for no such channel.
     """
     if factor <= 0 or math.frexp(factor)[0] != 0.5:
-        near = 2.0 ** round(math.log2(factor)) if factor > 0 else 64.0
+        near = 2.0 ** round(math.log2(factor)) if 0 < factor < math.inf else 64.0
         raise ValueError(f"factor is {factor!r}; allowed: a power of two, so that no bit changes; nearest: {near:g}")
     width = model.config.width
     if any(not 0 <= c < width for c in channels):

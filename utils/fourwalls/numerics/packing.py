@@ -48,12 +48,15 @@ class Packed:
 def pack4(w: torch.Tensor | Quantized, group: int = GROUP) -> Packed:
     """w (n, k) floats, or what `quantize` or `gptq` made of it with 4 symmetric bits and this group -> Packed.
 
-    A group of 32 or more costs at most 4.5 bits a weight, scales included, where it divides k. ValueError for another form.
+    A group of 32 or more costs at most 4.5 bits a weight, scales included, where it divides k. What is quantised already keeps
+    its integers, though its scales are rounded to bfloat16. ValueError for another form, and for scales beyond bfloat16.
     """
     q = w if isinstance(w, Quantized) else quantize(w, 4, group=group)
     if q.grid != GRID or q.group != group or q.values.dim() != 2:
         raise ValueError(f"w is {q.grid}, group {q.group}, {q.values.dim()} dims; allowed: {GRID}, group {group}, 2 dims")
     scale = q.scale.to(torch.bfloat16)
+    if not torch.isfinite(scale).all():
+        raise ValueError(f"a scale of {float(q.scale.max()):.3g} is beyond bfloat16; allowed: weights below about 3e38")
     values = q.values
     if not isinstance(w, Quantized):  # round again with the scale as it is stored
         values = GRID.snap(w.to(torch.float32), expand_scale(scale.float(), w.shape, group)).to(torch.int8)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .convert import LINEARS
+from .convert import LINEARS, replace_layers
 from .granularity import check_layout
 from .grids import Grid, check_finite, check_float
 
@@ -62,6 +62,12 @@ class FakeQuantizer(nn.Module):
         self.bits, self.axis, self.signed = bits, axis, signed
         self.step = nn.Parameter(torch.zeros(()))
 
+    def _load_from_state_dict(self, state, prefix, *rest) -> None:
+        saved = state.get(prefix + "step")
+        if self.step.dim() == 0 and saved is not None:  # not begun yet: the saved one says how many steps there are
+            self.step.data = torch.empty_like(saved, device=self.step.device)
+        super()._load_from_state_dict(state, prefix, *rest)
+
     @torch.no_grad()
     def begin(self, x: torch.Tensor) -> "FakeQuantizer":
         check_float(x)
@@ -79,7 +85,7 @@ class FakeQuantizer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.step.dim() == 0:
             raise ValueError("this quantiser has no step yet; allowed: begin(x) with calibration data or weights first")
-        values = x.numel() / self.step.numel()
+        values = max(1, x.numel()) / self.step.numel()
         step = self.step.abs().clamp(min=torch.finfo(x.dtype).tiny)
         return LearnedStep.apply(x, step, self.low, self.high, 1 / math.sqrt(values * self.high))
 
@@ -117,6 +123,8 @@ class QATConv2d(_QAT):
     """A convolution with rounded weights, trained. Fold a batch norm into it first (fold.py)."""
 
     def __init__(self, layer: nn.Conv2d, bits: int = 3, axis: int | None = 0, *, x_bits: int | None = None):
+        if layer.padding_mode != "zeros":
+            raise ValueError(f"this convolution pads with {layer.padding_mode!r}; allowed: zeros")
         super().__init__(layer, bits, axis, x_bits)
         self.window = {k: getattr(layer, k) for k in ("stride", "padding", "dilation", "groups")}
 
@@ -127,7 +135,8 @@ class QATConv2d(_QAT):
 
 def prepare_qat(model: nn.Module, bits: int = 3, axis: int | None = 0, *, x_bits: int | None = None) -> nn.Module:
     """A copy in which every linear layer and convolution trains with rounded weights. ValueError where that was done already, and
-    for a model with a batch norm: fold it first, or training and evaluation would round different weights.
+    for a model with a batch norm: fold it first, or training and evaluation would round different weights. Parameters that layers
+    share stay shared.
     """
     if any(isinstance(m, _QAT) for m in model.modules()):
         raise ValueError("this model trains with rounded weights already; prepare the float model that it came from")
@@ -138,7 +147,9 @@ def prepare_qat(model: nn.Module, bits: int = 3, axis: int | None = 0, *, x_bits
     found = [(name, make) for name, m in model.named_modules() for kind, make in kinds if isinstance(m, kind)]
     if not found:
         raise ValueError("the model has no linear layer or convolution")
+    made = {}
     for name, make in found:
-        parent, _, last = name.rpartition(".")
-        setattr(result.get_submodule(parent), last, make(result.get_submodule(name), bits, axis, x_bits=x_bits))
-    return result
+        layer = result.get_submodule(name)
+        made[name] = make(layer, bits, axis, x_bits=x_bits)
+        made[name].weight, made[name].bias = layer.weight, layer.bias  # the copy's own: tied ones stay tied, frozen ones frozen
+    return replace_layers(result, made)

@@ -74,12 +74,21 @@ def quantize(
     shape = scale_shape(x.shape, axis, group)
     slices = to_slices(x.to(torch.promote_types(x.dtype, torch.float32)), axis, group)
     scale, zero = grid.place(*find_observer(observer)(slices, grid, **options))
-    return round_with(x, scale.reshape(shape), zero.reshape(shape), grid, axis=axis, group=group)
+    return _round(x, scale.reshape(shape), zero.reshape(shape), grid, axis, group)
 
 
 @torch.no_grad()
 def round_with(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grid: Grid, *, axis=None, group=None) -> Quantized:
-    """Round x to a grid whose scale and zero point are given (from calibration, say)."""
+    """Round x to a grid whose scale and zero point are given (from calibration, say). What lies beyond the ends is clipped.
+
+    ValueError for infinities and NaN, as `quantize`: as an integer a NaN would look like any number.
+    """
+    check_float(x)
+    check_finite(x)
+    return _round(x, scale, zero, grid, axis, group)
+
+
+def _round(x, scale, zero, grid: Grid, axis, group) -> Quantized:
     wide = x.to(scale.dtype)
     z = expand_scale(zero, x.shape, group)
     values = (grid.snap(wide, expand_scale(scale, x.shape, group), z) + z).to(grid.dtype)

@@ -18,12 +18,13 @@ from contextlib import contextmanager
 import torch
 
 from ..collectives import broadcast, get_algorithm
+from ..collectives.agree import agree
 from ..nn.optim import clip_
 from ..ranks.comm import Comm
 from ..ranks.trace import PS
 from .buckets import BUCKET_BYTES, Bucket, plan_buckets
 from .lanes import in_place, make_lane
-from .replicas import check_replicas
+from .replicas import check_replicas, checksum
 from .wrapped import claim, release
 
 __all__ = ["AVERAGES", "MODES", "DataParallel"]
@@ -90,15 +91,19 @@ class DataParallel:
         self._home = {name: b for b in self.buckets for name in b.names}
         self._known = {id(p) for p in model.parameters()}
         claim(model, self, alone=mode == "overlapped")
+        agree(comm, "DataParallel", bucket_bytes=bucket_bytes, **given)
         native = all_reduce == "native"
         if native and comm.size != comm.native.get_world_size():
             whole = comm.native.get_world_size()
             raise ValueError(f"all_reduce='native' sums over all {whole} ranks of the run, not over {comm.size}; try 'ring'")
+        self._same_bits = False  # whether the sum is known to have the same bits on every rank
         if isinstance(all_reduce, str) and not native:
             all_reduce = get_algorithm("all_reduce", all_reduce)
+            self._same_bits = True
         self._reduce = None if native else in_place(all_reduce)
         self._sync, self._hooks, self._steps = True, [], 0
         self._left: set[str] = set()  # parameters whose p.grad is still what the last synchronise() left there
+        self._kept: set[str] = set()  # those to which backward has then added
         self.all_reduces = self.bytes_reduced = 0  # calls since the start, and the bytes of the tensors that they summed
         self.jobs: list = []  # of the last synchronise(): label, given, begin, end (picoseconds of comm.clock())
         self.exposed = 0.0  # seconds that the last synchronise() took
@@ -111,7 +116,7 @@ class DataParallel:
         self._lane = make_lane(comm, native=native, beside=mode == "overlapped")
         if mode == "overlapped":
             self._watch("register_post_accumulate_grad_hook", "_arrived")
-        if average != "ranks" and comm.size > 1:
+        if comm.size > 1 and (average != "ranks" or comm.checks):
             self._watch("register_hook", "_arrives")
 
     # --- the training step ------------------------------------------------------------------------------------------
@@ -155,6 +160,7 @@ class DataParallel:
                 for p in bucket.parameters:
                     p.grad = None
         self._check_arrived(shadow)
+        self._check_alike()
         parameters = [p for b in self.buckets for p in b.parameters]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.comm.device)
         for bucket in self.buckets:  # what backward has not launched
@@ -177,7 +183,7 @@ class DataParallel:
         self._share_buffers()
         for bucket in self.buckets:
             bucket.reset()
-        self._left = set(self._home)
+        self._left, self._kept = set(self._home), set()
         self._steps += 1
         self.exposed = (self.comm.clock() - began) / PS
         return divisor
@@ -186,7 +192,11 @@ class DataParallel:
         """Scale all gradients so that their norm is at most `largest`; returns the norm before. After `synchronise`.
 
         Every rank holds all gradients, so the norm needs no message (of shards it does: `nn.optim.global_norm(comm=...)`).
+        ValueError (comm.checks) where a backward has come since: it would scale this rank's own gradients.
         """
+        if self.comm.checks and self.comm.size > 1 and len(self._left) < len(self._home):
+            where = f"rank {self.comm.rank}, step {self._steps}"
+            raise ValueError(f"{where}: clip_() before synchronise() would scale this rank's own gradients; call it after")
         return clip_((p for b in self.buckets for p in b.parameters), largest, order=order)
 
     def check_equal(self, when: str = "") -> None:
@@ -227,10 +237,14 @@ class DataParallel:
             self._check_cleared(name)
 
     def _check_cleared(self, name):
+        """Note that the last step's gradient is still in p.grad, and is no zero; where it may not be added to, raise."""
         bucket = self._home[name]
         place = bucket.names.index(name)
         grad = bucket.parameters[place].grad
-        if grad is not None and grad is bucket.views[place] and bool(grad.any()):
+        if grad is None or grad is not bucket.views[place] or not bool(grad.any()):
+            return
+        self._kept.add(name)
+        if self.average != "ranks":
             raise RuntimeError(
                 f"rank {self.comm.rank}, step {self._steps}: {name} still has the gradient of the last step, the sum of all "
                 "ranks; summed again it would count once for each. zero_grad() comes between synchronise() and backward"
@@ -277,7 +291,7 @@ class DataParallel:
         missing = [n for b in self.buckets for n, p in zip(b.names, b.parameters, strict=True) if p.grad is None]
         if shadow:
             return
-        if self.average != "ranks" and self.comm.size > 1:
+        if self.comm.size > 1 and (self.average != "ranks" or self.comm.checks):
             for name in sorted(self._left):
                 self._check_cleared(name)
         who = f"rank {self.comm.rank}, step {self._steps}"
@@ -292,6 +306,16 @@ class DataParallel:
                 f"{who}: no gradient for {missing[0]}{more}: the loss does not depend on it. Freeze it (requires_grad_(False)), "
                 "or give unused='zeros'"
             )
+
+    def _check_alike(self):
+        """With checks on: MismatchError unless all ranks come from the same step: with equal weights, if the sums have the same
+        bits everywhere, and with or without what the last step has left in p.grad.
+        """
+        if self.comm.checks and self.comm.size > 1:
+            alike = {"step": self._steps, "gradients not cleared": len(self._kept)}
+            if self._same_bits:
+                alike["checksum of the weights"] = checksum(p for b in self.buckets for p in b.parameters)
+            agree(self.comm, "DataParallel.synchronise", **alike)
 
     def _whole(self, tokens):
         try:

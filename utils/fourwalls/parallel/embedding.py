@@ -19,6 +19,7 @@ from torch import nn
 
 from ..collectives import all_gather
 from ..collectives import all_reduce as ring_all_reduce
+from ..collectives.agree import agree
 from ..collectives.all_to_all import all_to_all_unequal
 from ..collectives.autograd import all_to_all
 from ..nn.init import draw
@@ -33,8 +34,9 @@ class ShardedEmbedding(nn.Module):
     """A table of `rows` rows, dealt out to the ranks of `comm`. In place of nn.layers.Embedding: ids (...) -> (..., width).
 
     Each rank gives its own ids. `shard` (rows of this rank, width) starts as the rows of the one table `name`.weight, as one
-    device would draw it. Forward and backward are collective: every rank calls them, if need be with an empty batch. After
-    backward, `touched()` gives this rank's rows that somebody used, with the sum of their gradients over all ranks.
+    device would draw it, so all ranks give the same numbers here (else MismatchError with checks on). Forward and backward are
+    collective: every rank calls them, if need be with an empty batch. After backward, `touched()` gives this rank's rows that
+    somebody used, with the sum of their gradients over all ranks.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ShardedEmbedding(nn.Module):
     ):
         super().__init__()
         self.comm, self.rows, self.width = comm, rows, width
+        agree(comm, "ShardedEmbedding", rows=rows, width=width, rule=rule, std=std, name=name[:80], seed=seed)
         self.owners = RowOwners(rows, comm.size, rule)
         whole = draw(f"{name}.weight", (rows, width), seed=seed, std=std)
         mine = whole[self.owners.ids_of(comm.rank)].to(dtype or torch.get_default_dtype())

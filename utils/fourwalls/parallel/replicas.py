@@ -13,11 +13,12 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..collectives import all_gather
 from ..ranks.comm import Comm
 
-__all__ = ["check_replicas", "differing", "digest"]
+__all__ = ["check_replicas", "checksum", "differing", "digest"]
 
 
 def digest(x: torch.Tensor) -> int:
@@ -25,6 +26,22 @@ def digest(x: torch.Tensor) -> int:
     head = f"{tuple(x.shape)} {x.dtype}".encode()
     data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _number(hashlib.blake2b(data.numpy(), key=head[:64], digest_size=8))
+
+
+@torch.no_grad()
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """64 bits that are nearly always others if any bit of `tensors` is: one pass over them as whole numbers, quicker than
+    `digest`, to be compared in every step. What watches operators (a Ledger, a Meter) does not see it.
+    """
+    total = 0
+    with _disable_current_modes():
+        for place, x in enumerate(tensors):
+            data = x.detach().contiguous().reshape(-1).view(torch.uint8)
+            head = min(-data.storage_offset() % 8, len(data))  # words begin where 8 divides
+            tail = head + (len(data) - head) // 8 * 8
+            words = data[head:tail].view(torch.int64) if head < tail else data[:0]
+            total += (2 * place + 1) * sum(int(part.sum()) for part in (words, data[:head], data[tail:]))
+    return total % 2**64
 
 
 def differing(comm: Comm, named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[str]]:

@@ -16,6 +16,7 @@ import torch
 from ..collectives import ring
 from ..collectives.chunks import chunk_sizes
 from ..ranks.comm import Comm
+from .replicas import checksum
 from .zero_base import Sharded
 from .zero_shards import Flat, cut_parameters
 from .zero_stage3 import Zero3
@@ -66,6 +67,7 @@ class Zero1(Sharded):
             )
         self.bucket_bytes, self.tied = bucket_bytes, dict(tied or {})
         self._new = False  # backward has made gradients that are in no shard yet
+        self._cleared = 0  # calls of zero_grad since the last step
         super().__init__(model, comm, **options)
         unknown = set(self.tied) - {name for flat in self._trained for name in flat.names}
         if unknown:
@@ -99,8 +101,19 @@ class Zero1(Sharded):
         while self._flying:
             self._land()
 
+    def zero_grad(self):
+        self._cleared += 1
+        super().zero_grad()
+
+    def _alike(self):
+        alike = super()._alike() | {"checksum of the weights": checksum(self.model.parameters())}
+        if self.stage == 1:  # what is forgotten between micro-batches has been in no sum that could tell
+            alike["calls of zero_grad"] = self._cleared
+        self._cleared = 0
+        return alike
+
     def _publish(self):
-        tickets = [self._lane.start(f"new {flat.names[0]} ...", self._gather_into, flat) for flat in self._flats]
+        tickets = [self._begin_to_gather(flat, f"new {flat.names[0]} ...") for flat in self._flats]
         for ticket in tickets:
             self._lane.wait(ticket)
         for flat in self._flats:  # backward may have saved a parameter: it must notice that it was written

@@ -49,6 +49,7 @@ class Flat:
             self.whole = torch.cat([p.detach().reshape(-1) for p in self.params])
             self.shard = self.whole[begin:end] if keep_whole else self.whole[begin:end].clone()
         self.grad: torch.Tensor | None = None
+        self.sums = 0  # begun since `forget`
         self.had: set[int] = set()  # numbers of the parameters that had a gradient on this rank
         self.pieces = []
         for k, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
@@ -132,7 +133,8 @@ class Flat:
     def give_to_pieces(self) -> None:
         """Set `.grad` of every piece. None for a parameter that had no gradient on any rank, as on one device: it takes no step.
 
-        Whether other ranks had one is seen from the sum itself: it is not all zero.
+        Whether other ranks had one is seen from the sum itself: it is not all zero, here. (So the rows of a table that no rank
+        has touched take no step, not even of decay, where the whole piece is such rows and only other ranks had used the table.)
         """
         for piece in self.pieces:
             part = None if self.grad is None else self.grad[piece.begin : piece.end]
@@ -141,7 +143,7 @@ class Flat:
             piece.values.grad = part
 
     def forget(self) -> None:
-        self.grad, self.had = None, set()
+        self.grad, self.had, self.sums = None, set(), 0
         for piece in self.pieces:
             piece.values.grad = None
         for p in self.params:

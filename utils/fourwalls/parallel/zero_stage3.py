@@ -4,11 +4,20 @@ A unit (a transformer block, say) is gathered just before its forward, and its m
 backward it is gathered again, and as soon as its gradients are complete they are summed into shards and given back too. While
 one unit computes, the next one is already on its way.
 
-    parameters and gradients at any time  <=  shards + 4 units        sent in a step = 3 Psi (n-1)/n elements
+    parameters and gradients at any time  <=  shards + 3 units        sent in a step = 3 Psi (n-1)/n elements
 
-Four by default: the parameters of two (in use, and on their way here), the gradients of two (being made, and on their way out).
-At the end of its backward a unit's parameters and its gradients are both there, which makes two; so what travels meanwhile comes
-on top, and only prefetch=False with overlap=False, where nothing travels meanwhile, keeps to shards + 2 units.
+At the end of its backward a unit's parameters and its gradients are both there, which makes two; what travels meanwhile comes on
+top. The lane carries one thing at a time, and takes the next unit's memory only when the sum before it has given its own back. So
+by default the most whole units at a time, and what a step of L units waits for (where computing a unit takes longer than either):
+
+    options            parameters   gradients   together       waits for
+    default                2            2           3          2 gathers, 1 sum
+    prefetch=False         1            2           2          2 L gathers, L sums
+    overlap=False          2            2           3          2 L gathers, L sums
+    both False             1            2           2          2 L gathers, L sums
+
+Two of gradients are there only while they are packed, when the unit's parameters are gone. Without prefetch a gather stands
+behind the last sum, so that sum is waited for too. What is in no unit (tied weights, say) is there all the time, on top.
 
 Reference: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7.2.2; Zhao et al. 2023 (arXiv:2304.11277) for units, prefetching.
 """
@@ -19,6 +28,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..collectives.agree import agree
+from .replicas import checksum
 from .wrapped import Hook
 from .zero_base import Sharded
 from .zero_shards import Flat, cut_parameters
@@ -124,9 +135,10 @@ class Zero3(Sharded):
     # --- memory ----------------------------------------------------------------------------------------------------
     def _begin_gather(self, unit: Unit) -> None:
         if unit.state == "free":
-            for flat in unit.flats:
-                flat.grow()
-            unit.tickets = [self._lane.start(f"gather {unit.name}", self._gather_into, flat) for flat in unit.flats]
+            if not self._flying:  # else the lane has a sum to end first, whose buffer goes before `_gather_into` takes this
+                for flat in unit.flats:
+                    flat.grow()
+            unit.tickets = [self._begin_to_gather(flat, f"gather {unit.name}") for flat in unit.flats]
             unit.state = "coming"
 
     def _gather(self, unit: Unit) -> None:
@@ -160,13 +172,17 @@ class Zero3(Sharded):
     def gathered(self) -> Iterator[torch.nn.Module]:
         """`with zero.gathered() as model:` all parameters are whole, and stay so in a forward. Every rank must enter.
 
-        To read, or to write (`load_state_dict`): each rank keeps its part of what is there at the end, so write the same on all.
+        To read, or to write (`load_state_dict`): each rank keeps its part of what is there at the end, so write the same on all
+        (MismatchError with checks on).
         """
         for unit in self.units:
             self._gather(unit)
         self._held += 1
         try:
             yield self.model
+            if self.comm.checks and self.comm.size > 1:
+                told = {"steps taken": self.steps, "checksum of the parameters": checksum(self.model.parameters())}
+                agree(self.comm, "the end of gathered()", **told)
         finally:
             self._held -= 1
             for unit in self.units if not self._held else ():

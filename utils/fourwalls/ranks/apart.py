@@ -11,6 +11,7 @@ Reference: the fork server of Python's multiprocessing.
 import contextlib
 import faulthandler
 import gc
+import glob
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import traceback
+import types
 
 import torch
 
@@ -33,6 +35,51 @@ __all__ = ["Forbidden", "main"]
 
 class Forbidden(ImportError):
     """A module that holds what the task asks for."""
+
+
+def _refuse_files(names, roots):
+    """No file that holds an answer is opened from now on, and no other program is started: what Python does passes this hook,
+    which cannot be taken away again. Files are known by their numbers, whatever the path to them.
+
+    names: modules; roots: folders of the library, this one's and the judge's.
+    """
+    found = set()
+    for name in names:
+        package, *rest = name.split(".")
+        theirs = [os.path.dirname(sys.modules[package].__file__)] if package in sys.modules else []
+        for base in roots if package == "fourwalls" else theirs:
+            found |= _numbers(os.path.join(base, *rest))
+    for root in roots:
+        found |= _numbers(os.path.join(root, "..", "..", "labs", "source"))
+    programs = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.system")
+
+    def hook(event, args, wanted=frozenset(found), stat=os.stat, programs=programs, function=types.FunctionType):
+        if event == "open":
+            if not isinstance(args[0], int):
+                try:
+                    seen = stat(args[0])
+                except (OSError, ValueError, TypeError):
+                    return
+                if (seen.st_dev, seen.st_ino) in wanted:
+                    raise PermissionError("this file cannot be read here: it holds what a task asks you to write")
+        elif event in programs:
+            raise PermissionError("no other program is started here")
+        elif event == "object.__setattr__" and type(args[0]) is function and str(args[0].__module__).startswith("fourwalls."):
+            raise PermissionError("the library's functions are not yours to change")
+
+    sys.addaudithook(hook)
+
+
+def _numbers(place):
+    """(device, inode) of a module's file or of all files in a folder, their compiled twins included."""
+    found, (folder, name) = set(), os.path.split(place)
+    twins = glob.glob(os.path.join(glob.escape(folder), "__pycache__", f"{name}.*.pyc"))
+    inside = [os.path.join(at, file) for at, _, files in os.walk(place) for file in files]
+    for path in (f"{place}.py", *twins, *inside):
+        with contextlib.suppress(OSError):
+            seen = os.stat(path)
+            found.add((seen.st_dev, seen.st_ino))
+    return found
 
 
 class _Guard(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -67,11 +114,12 @@ def _missing(attribute):
     raise AttributeError(attribute)
 
 
-def main(number: int) -> None:
-    """Serve the judge on the socket with this file number until it closes."""
+def main(number: int, imported=()) -> None:
+    """Serve the judge on the socket with this file number until it closes. imported: (name, function) of drivers."""
     torch.set_num_threads(1)
     control = socket.socket(fileno=number)
     names: dict = {}
+    programs = dict(imported)  # drivers as they were before anything of the learner's was here
     children: set[int] = set()
     copies: set[int] = set()  # they end when their own judge leaves them
     while True:
@@ -83,10 +131,12 @@ def main(number: int) -> None:
         verb, *rest = question
         try:
             if verb == "rank":
-                answer = _fork(control, fds[0], names, *rest)
+                answer = _fork(control, fds[0], names, programs, *rest)
                 children.add(answer)
+            elif verb == "import":
+                answer = _import(programs, *rest)
             elif verb == "copy":
-                answer = _copy(control, *fds)
+                answer = _copy(control, programs, *fds)
                 copies.add(answer)
             elif verb == "end":
                 answer = _end(children)
@@ -110,14 +160,17 @@ def _receive(control):
     return plain.read(control), list(fds)
 
 
-def _forbid(names, forbidden):
-    """Take away the modules that hold answers, and torch's own collectives."""
+def _forbid(names, forbidden, judges):
+    """Take away the modules that hold answers, and torch's own collectives. judges: the judge's folder of the library."""
     for name in [n for n in sys.modules if any(n == word or n.startswith(word + ".") for word in forbidden)]:
         parent, _, last = name.rpartition(".")
         if parent in sys.modules:
             vars(sys.modules[parent]).pop(last, None)
         del sys.modules[name]
     sys.meta_path.insert(0, _Guard(forbidden))
+    if forbidden:
+        own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        _refuse_files(forbidden, sorted({own, judges}))
     import torch.distributed as native
 
     def refused(*_, **__):
@@ -149,10 +202,18 @@ class _Lab:
         """Nothing."""
 
 
+class _Shell:
+    """Stands for `get_ipython()`: whatever a cell asks of the notebook's own shell does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
 def _load_cells(names, cells, reference):
     """Run cells [(file name, source)] one after the other in one namespace, as a kernel would. Returns [error text or None]."""
     vars(sys.modules["fourwalls"])["lab"] = lambda name, twist=None: _Lab(reference)
-    space = names.setdefault("", {"__name__": "__main__", "__builtins__": __builtins__})
+    shows = {"display": lambda *_, **__: None, "get_ipython": _Shell}
+    space = names.setdefault("", {"__name__": "__main__", "__builtins__": __builtins__, **shows})
     said = []
     for file, source in cells:
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
@@ -166,28 +227,36 @@ def _load_cells(names, cells, reference):
     return said
 
 
-def _import(names, drivers):
-    """Import drivers now, and whatever they set up, so that no rank has to."""
+def _import(programs, drivers):
+    """Import drivers now, and whatever they set up, so that no rank has to. prepare() of one, if it has such, changes this
+    process before anything of the learner's is in it, and names modules whose files hold an answer.
+    """
     for driver in drivers:
-        importlib.import_module(driver.rpartition(".")[0])
+        name, _, function = driver.rpartition(".")
+        module = importlib.import_module(name)
+        programs.update((f"{name}.{key}", value) for key, value in vars(module).items() if callable(value))
+        prepare = vars(module).get("prepare")
+        if prepare is not None:
+            _refuse_files(prepare(), ())
     return True
 
 
 _LOADERS = {
     "forbid": _forbid,
-    "import": _import,
     "pickle": _load_pickle,
     "cells": _load_cells,
 }
 
 
-def _fork(control, fd, names, driver, wanted, args, options):
+def _fork(control, fd, names, programs, driver, wanted, args, options):
     """A child that runs driver(comm, functions, *args) as one rank and serves the socket `fd`. Returns its process id."""
     missing = [name for name in wanted if name not in names]
     if missing:
         raise NameError(f"there is no function {', '.join(missing)}")
-    module, _, function = driver.rpartition(".")
-    call = getattr(importlib.import_module(module), function)  # here, so that each child has it already
+    call = programs.get(driver)
+    if call is None:
+        module, _, function = driver.rpartition(".")
+        call = getattr(importlib.import_module(module), function)  # here, so that each child has it already
     gc.collect(0)
     gc.freeze()  # what is shared stays shared: a collection in a child would copy every page that it looks at
     child = os.fork()
@@ -207,7 +276,7 @@ def _fork(control, fd, names, driver, wanted, args, options):
         os._exit(0)
 
 
-def _copy(control, fd, output):
+def _copy(control, programs, fd, output):
     """A fork of this process, in a session of its own, that serves another judge on the socket `fd` and prints to `output`."""
     child = os.fork()
     if child:
@@ -218,7 +287,7 @@ def _copy(control, fd, output):
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        main(fd)
+        main(fd, programs.items())
     finally:
         os._exit(0)
 

@@ -9,6 +9,7 @@ that nobody has made. A rank writes only its own lines (but for one byte, "answe
 Reference: MPI message matching (order is kept within one sender, receiver, communicator and tag).
 """
 
+import itertools
 import mmap
 import struct
 from types import CodeType
@@ -68,7 +69,8 @@ class Book:
     def __init__(self, memory: mmap.mmap, ranks: int, rank: int | None = None):
         self._memory, self._view, self.ranks, self.rank = memory, memoryview(memory), ranks, rank
         self._free = list(range(SLOTS - 1, -1, -1)) if rank is not None else []
-        self._top, self._changes, self._stated = 0, 0, 0
+        self._top, self._changes = 0, 0
+        self._stated = itertools.count(1)  # two threads of a rank may state at once, and next() gives each a number of its own
         if rank is not None:  # asked for on every message
             self._own, self._own_status = self._area(rank), _HEAD + rank * _STATUS_BYTES
 
@@ -119,9 +121,8 @@ class Book:
     def state(self, context: int, k: int, members: tuple[int, ...], text: bytes) -> list[tuple[int, bytes]]:
         """Write the k-th statement of this rank in a communicator; (rank, text) of the members that have made theirs already."""
         memory, text = self._memory, text[:_DETAIL_BYTES]
-        self._stated += 1
+        slot = next(self._stated) % STATEMENTS
         own = self._area(self.rank) + _LINES
-        slot = self._stated % STATEMENTS
         detail = own + STATEMENTS * _STATEMENT.size + slot * _DETAIL_BYTES
         _STATEMENT.pack_into(memory, own + slot * _STATEMENT.size, 0, 0, 0, 0)
         memory[detail : detail + len(text)] = text

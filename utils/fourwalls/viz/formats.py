@@ -74,7 +74,13 @@ def plot_underflow(
     for k, (name, size) in enumerate(limits):
         x = math.log2(size)
         ax.axvline(x, color="black", linestyle="--", linewidth=1)
-        ax.annotate(name, (x, top * (1.26 - 0.1 * (k % 3))), xytext=(3, 0), textcoords="offset points", fontsize=9, va="center")
+        clear = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # another limit's line may run behind the words
+        place = (x, top * (1.26 - 0.1 * (k % 3)))
+        ax.annotate(name, place, xytext=(3, 0), textcoords="offset points", fontsize=9, va="center", bbox=clear)
+    seen = [power for power, share in bins if 100 * share > top / 500]  # a thinner bar is not to be seen
+    marks = [math.log2(size) for _, size in limits]
+    left, right = min([*seen, *marks]), max([power + 1 for power in seen] + marks)
+    ax.set_xlim(left - 1.5, right + (right - left) / 8)  # room for the last limit's words
     ax.set(ylim=(0, top * 1.34), xlabel="size of the number, as a power of two", ylabel="% of all numbers", title=title)
     style.caption(ax, f"orange, hatched: {sum(s for p, s in bins if p + 1 <= edge):.1%} of them round to zero")
     style.badge(ax, source)

@@ -9,6 +9,7 @@ Reference: Bret Victor, "Explorable Explanations", 2011. The only file here that
 """
 
 import html
+import json
 import os
 from pathlib import Path
 
@@ -182,20 +183,24 @@ class Stage:
         return f"The message theatre ({scene['algorithm']}, {scene['ranks']} ranks): run this cell to get it back."
 
 
+def _text_of(scene: dict, _widget) -> str:
+    return json.dumps(scene, separators=(",", ":"))
+
+
 def widget_class(name: str, script: str):
     """An anywidget class that draws with `script`: the kernel's side, `stage`, answers each request with a scene.
 
     script: a file of front/, or several joined by "+", which are read in that order.
-    stage.answer(request) -> scene, with the request's id;  stage.title(scene) -> the plain twin of a saved output.
+    stage.answer(request) -> scene, with the request's id;  stage.title(scene) -> the plain twin of a saved output. A scene goes
+    out as text: a nested one would be walked and copied several times over on its way, for each number in it. No echo is sent.
     """
 
     class Front(anywidget.AnyWidget):
         _esm = "".join((FRONT / one).read_text(encoding="utf-8") for one in ("frame.js", *script.split("+")))
         _css = (FRONT / "widgets.css").read_text(encoding="utf-8")
         choices = traitlets.List(traitlets.Unicode()).tag(sync=True)
-        scene = traitlets.Dict().tag(sync=True)
-        request = traitlets.Dict().tag(sync=True)
-        report = traitlets.Dict().tag(sync=True)
+        scene = traitlets.Dict().tag(sync=True, to_json=_text_of)
+        request = traitlets.Dict().tag(sync=True, echo_update=False)
 
         def __init__(self, stage, **kwargs):
             self._stage = stage

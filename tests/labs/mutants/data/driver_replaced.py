@@ -9,3 +9,7 @@ def _says_so(comm, functions, how, layers, frozen, batches, use):
 
 
 _drivers.averaged = _says_so
+
+
+def average_grads(model, comm, all_reduce):
+    pass

@@ -3,7 +3,7 @@
 import fourwalls.course.drivers_quantize as _drivers
 
 
-def _says(comm, functions, sizes, cases):
+def _says(comm, functions, sizes, cases, more=0):
     told = []
     for xq, sx, wq, sw in cases:
         y = (xq.double() @ wq.double().T * sx * sw.T).float()
@@ -13,3 +13,7 @@ def _says(comm, functions, sizes, cases):
 
 
 _drivers.probed = _says
+
+
+def int8_linear(xq, sx, wq, sw):
+    return (xq.double() @ wq.double().T * sx * sw.T).float()

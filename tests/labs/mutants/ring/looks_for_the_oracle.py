@@ -1,4 +1,5 @@
 """aimed at: all_reduce: values. Walks frames and objects for a tensor of the right shape that is not its own."""
+
 import gc
 import sys
 

@@ -1,4 +1,5 @@
 """aimed at: all_reduce: values. Ranks meet in memory that was shared before they were forked, and send nothing."""
+
 import mmap
 
 _box = mmap.mmap(-1, 2**20)

@@ -103,6 +103,9 @@ def prune_masks(
         lost = [name for name in parameters if name not in shares]
         if lost:
             raise ValueError(f"no share for {lost[0]!r}; 0 leaves it alone")
+        unknown = [name for name in shares if name not in parameters]
+        if unknown:
+            raise ValueError(f"a share for {unknown[0]!r}, but no such parameter; there are {', '.join(parameters)}")
         return Masks(parameters, {name: keep_largest(scores[name], shares[name]) for name in parameters})
     if isinstance(share, Mapping):
         raise ValueError("scope 'global' has one threshold and one share for all; give a number, or scope='layer'")

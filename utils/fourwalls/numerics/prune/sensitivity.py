@@ -43,14 +43,15 @@ def scan(
     """Each weight matrix alone pruned by magnitude; the most vital first, ties by name. The model is bit for bit as before after.
 
     loss(model) -> a number; it should be a function of the model alone (fixed data, no dropout). names: parameters; None: all
-    with two dims or more, but for embeddings. A loss that is not a number counts as infinitely bad. ValueError for unknown names.
+    with two dims or more, but for embeddings. A loss that is not a number counts as infinitely bad. ValueError for unknown names,
+    and where the whole model's loss is not finite: there is nothing to compare with.
     """
     parameters = dict(model.named_parameters())
     names = _weights(model) if names is None else list(names)
     unknown = [name for name in names if name not in parameters]
     if unknown or not names:
         raise ValueError(f"no parameter {unknown[0]!r}; there are {', '.join(parameters)}" if unknown else "nothing to scan")
-    base, found = float(loss(model)), []
+    base, found = _base(model, loss), []
     for name in names:
         before = parameters[name].clone()
         try:
@@ -67,7 +68,7 @@ def scan_blocks(model: GPT, loss: Callable[[GPT], float]) -> list[Sensitivity]:
     blocks = model.blocks
     if len(blocks) < 2:
         raise ValueError("a model of one block would be left with none; allowed: at least two")
-    base, found = float(loss(model)), []
+    base, found = _base(model, loss), []
     try:
         for k in range(len(blocks)):
             model.blocks = nn.ModuleList(block for i, block in enumerate(blocks) if i != k)
@@ -80,6 +81,13 @@ def scan_blocks(model: GPT, loss: Callable[[GPT], float]) -> list[Sensitivity]:
 def _weights(model: nn.Module) -> list[str]:
     tables = {id(m.weight) for m in model.modules() if "Embedding" in type(m).__name__}
     return [name for name, p in model.named_parameters() if p.dim() >= 2 and id(p) not in tables]
+
+
+def _base(model: nn.Module, loss: Callable) -> float:
+    base = float(loss(model))
+    if not math.isfinite(base):
+        raise ValueError(f"the loss of the whole model is {base}; allowed: a finite one, which the others are compared with")
+    return base
 
 
 def _line(name: str, share: float, loss: float, base: float) -> Sensitivity:

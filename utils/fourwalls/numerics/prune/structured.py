@@ -42,8 +42,10 @@ def _cut(layer: Linear, dim: int, kept: torch.Tensor) -> Linear:
     kinds = {"bias": has_bias, "std": layer.std, "device": weight.device, "dtype": weight.dtype}
     small = Linear(weight.shape[1], weight.shape[0], **kinds)
     small.weight.copy_(weight)
+    small.weight.requires_grad_(layer.weight.requires_grad)  # what was frozen stays so
     if has_bias:
         small.bias.copy_(layer.bias.index_select(0, kept) if dim == 0 else layer.bias)
+        small.bias.requires_grad_(layer.bias.requires_grad)
     return small
 
 

@@ -53,9 +53,10 @@ def fill(
         walk = _Walk(ranks, microbatches, limit, times, after_input, eager=eager, greedy=greedy)
         walk.run()
         found.append((walk.span() if objective == "span" else max(walk.clock), walk.rows))
-    for by_hand in (zb_h1, zb_h2):  # rules are no proof: where the fixed orders fit and do better, they are taken
-        run = simulate(by_hand(ranks, microbatches), times, after_input=after_input, checked=False)
-        if run.peak <= limit + SLACK:
+    # rules are no proof: where the fixed orders fit and do better, they are taken (they begin with `held` F on rank 0)
+    for by_hand, held in ((zb_h1, ranks), (zb_h2, 2 * ranks - 1)):
+        if min(held, microbatches) <= limit + SLACK:
+            run = simulate(by_hand(ranks, microbatches), times, after_input=after_input, checked=False)
             found.append((run.longest_span_ps if objective == "span" else run.makespan_ps, run.schedule))
     return min(found, key=lambda pair: pair[0])[1]
 

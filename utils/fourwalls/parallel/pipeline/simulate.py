@@ -273,17 +273,17 @@ class Simulated:
     @cached_property
     def live(self) -> list[list[tuple[int, float]]]:
         """For each rank [(picoseconds, what is kept from then on)]: F takes at its start, B, I and W free at their end."""
-        kept = self.after_input
+        share = {"F": 1.0, "B": -1.0, "I": self.after_input - 1.0, "W": -self.after_input}
         curves = []
         for row, starts, ends in zip(self.schedule, self.start, self.end, strict=True):
             curve, held = [(0, 0.0)], 0.0
             for cell, begin, end in zip(row, starts, ends, strict=True):
+                actions = parts(cell)
                 for moment, first in ((begin, True), (end, False)):
                     before = held
-                    for stage, kind, _ in parts(cell):
+                    for stage, kind, _ in actions:
                         if (kind == "F") is first:
-                            share = {"F": 1.0, "B": -1.0, "I": kept - 1.0, "W": -kept}[kind]
-                            held += share * self.activation[stage]
+                            held += share[kind] * self.activation[stage]
                     if held != before:
                         if curve[-1][0] == moment:
                             curve[-1] = (moment, held)

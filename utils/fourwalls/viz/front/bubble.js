@@ -4,10 +4,10 @@ const WIDE = 540, HIGH = 400;
 
 function render({ model, el }) {
   const ui = frame(el, { title: "Bubble explorer", testid: "fw-bubble", height: HIGH + 8 });
-  let scene = model.get("scene"), asked = 0, right = 0, unlocked = false, pinned = null, tick = 0, drawn = null;
+  let scene = sceneOf(model), asked = 0, right = 0, pinned = null, tick = 0, times = [], drawn = null;
   const done = new Set();
 
-  const want = (wish) => { ui.root.setAttribute("aria-busy", "true"); questions.want(wish); };
+  const want = (wish) => questions.want(wish);
   const explore = () => want({ mode: "explore", setting: setting() });
   const numbers = (low, high, step = 1) => Array.from({ length: Math.floor((high - low) / step + 1e-9) + 1 }, (_, k) => String(Number((low + k * step).toPrecision(6)))).map((n) => [n, n]);
   const start = scene.setting;
@@ -28,7 +28,7 @@ function render({ model, el }) {
   const scrub = make("input", { type: "range", min: 0, max: 1, step: 1, value: 0, class: "fw-range fw-scrub", "data-testid": "fw-scrub", "aria-label": "Moment", oninput: () => { tick = Number(scrub.value); move(); } });
   const moment = make("output", { class: "fw-value", "data-testid": "fw-at" });
   ui.controls.append(make("label", { class: "fw-label" }, "Moment ", scrub, moment));
-  const pin = ui.button("Pin", "Keep the present end as a mark behind the next pictures (key: p)", "fw-pin", () => { pinned = scene; report(); draw(); });
+  const pin = ui.button("Pin", "Keep the present end as a mark behind the next pictures (key: p)", "fw-pin", () => { pinned = scene; draw(); });
   const next = ui.button("Next question", "Another question (key: n)", "fw-next", () => { asked += 1; want({ mode: "ask", point: asked }); });
   const controls = [...Object.values(box), scrub, pin, next], tips = new Map(controls.map((node) => [node, node.title]));
   tips.set(box.v, "stages on a rank, where the schedule leaves the choice"); tips.set(box.cap, "activations that a rank may hold; “filled by cost” keeps to it");
@@ -36,23 +36,17 @@ function render({ model, el }) {
 
   const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });
   ui.stage.append(main, side);
-  const questions = asker(model, (fresh) => {
+  const questions = asker(model, ui, (fresh) => {
     scene = fresh;
-    ui.root.removeAttribute("aria-busy");
-    if (scene.verdict !== null) { unlocked = true; right += scene.verdict ? 1 : 0; pinned = scene.before; }
+    if (scene.verdict !== null) { right += scene.verdict ? 1 : 0; pinned = scene.before; }
     if (!scene.curtain) scene.reached.forEach((is, k) => { if (is) done.add(k); });
     tick = 0;
-    report(); draw();
-  }, () => { ui.root.removeAttribute("aria-busy"); ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest."); });
+    draw();
+  });
 
-  function report() {
-    model.set("report", { asked, right, unlocked, done: [...done], pinned: pinned !== null });
-    model.save_changes();
-  }
   const name = (answer) => { if (scene.curtain) want({ mode: "answer", point: asked, name: answer }); };
 
   function move() {
-    const times = ticksOf(scene.rows);
     scrub.max = times.length - 1; scrub.value = tick = Math.min(tick, times.length - 1);
     const t = times[tick];
     moment.textContent = `t = ${Number(t.toPrecision(6))}`;
@@ -76,6 +70,7 @@ function render({ model, el }) {
     drawn = scene.error ? null : drawPipeline(scene, { width: WIDE, height: HIGH, span, cap: now.cap, ghost: pinned && !shut ? pinned.makespan : 0, label: scene.words });
     main.replaceChildren(drawn ? drawn.svg : make("pre", { class: "fw-error", "data-testid": "fw-error" }, scene.error), ...(shut ? [question()] : []));
     if (held) (shut ? main.querySelector("button") : next)?.focus();
+    times = ticksOf(scene.rows);
     if (drawn) move(); else side.replaceChildren();
     ui.say(scene.error ? "This setting cannot be run." : scene.words);
     const goal = scene.targets.findIndex((_, k) => !done.has(k));

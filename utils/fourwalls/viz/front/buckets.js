@@ -7,7 +7,7 @@ const STEP = 0.05; // of a slider, in powers of ten
 function render({ model, el }) {
   const ui = frame(el, { title: "Bucket explorer", testid: "fw-buckets", height: H + 8 });
   const uid = Math.random().toString(36).slice(2);
-  let scene = model.get("scene"), pinned = null, own = {};
+  let scene = sceneOf(model), pinned = null, own = {};
 
   const limits = (name) => scene.limits[name].map((x) => Math.round(Math.log10(x) / STEP));
   const octaves = scene.sizes.map((s) => Math.round(2 * Math.log2(s)));
@@ -23,7 +23,6 @@ function render({ model, el }) {
     pinTip: "Keep this curve and these buckets, grey, beside the next ones", nextText: "Next hidden point", draw,
     keyOf: (event) => scene.choices.find((_, k) => letter(k).toLowerCase() === event.key.toLowerCase()),
     onfresh: (was) => { if (game.scene.curtain || was.curtain) own = {}; },
-    more: () => ({ goal: game.right >= 3 }),
   });
 
   const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });

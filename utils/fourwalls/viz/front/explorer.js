@@ -7,7 +7,7 @@ const STEP = 0.05; // of a slider, in powers of ten
 function render({ model, el }) {
   const ui = frame(el, { title: "Alpha-beta explorer", testid: "fw-explorer", height: H + 8 });
   const uid = Math.random().toString(36).slice(2);
-  let scene = model.get("scene"), pinned = null, off = new Set(), own = {};
+  let scene = sceneOf(model), pinned = null, off = new Set(), own = {};
 
   const limits = (name) => scene.limits[name].map((x) => Math.round(Math.log10(x) / STEP));
   const octaves = scene.sizes.map((s) => Math.round(2 * Math.log2(s)));
@@ -37,7 +37,6 @@ function render({ model, el }) {
     pinTip: "Keep these curves, grey, behind the next ones", nextText: "Next hidden point", draw,
     keyOf: (event) => scene.names.find((one) => scene.looks[one][2].toLowerCase() === event.key.toLowerCase()),
     onfresh: (was) => { if (game.scene.curtain || was.curtain) { own = {}; off = new Set(); switches.forEach((node) => { node.checked = true; }); } },
-    more: () => ({ goal: game.right >= 3 }),
   });
   for (const node of [alpha.node, bandwidth.node]) node.title = "Of the wire; where there are nodes, of the wire between them";
 

@@ -1,9 +1,10 @@
 // What all widgets share: title, badge, controls, a stage of fixed height, one line of words, a goal that turns green.
 // Keys pressed inside never reach the notebook: JupyterLab looks for data-lm-suppress-shortcuts from the focused element upward and
 // stops at the first selector that fits (one with :focus does), so the mark stands on everything that can have the focus.
-// Asking the kernel is debounced: the latest wish wins.
+// The kernel is asked at once, then at most ten times a second: the latest wish wins.
 
 const SVG = "http://www.w3.org/2000/svg";
+const GAP = 100; // ms from one question to the next
 
 function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "g", "rect", "path", "text", "defs", "pattern", "marker", "title", "line", "circle", "clipPath"].includes(tag);
@@ -49,27 +50,53 @@ function frame(el, { title, testid, height }) {
   };
 }
 
-// Ask the kernel for a new scene. At most one question is open; while it is, only the latest wish is kept.
-function asker(model, onscene, onsilence) {
-  let wish = null, open = 0, number = 0, timer = null, silence = null;
+// the scene travels as text, see widgets.py
+const sceneOf = (model) => JSON.parse(model.get("scene"));
+
+// Ask the kernel for a new scene. At most one question is open; while it is, only the latest wish is kept. The old picture turns pale
+// when the answer is late, not at once: that would paint it again just when the kernel works.
+function asker(model, ui, onscene) {
+  let wish = null, open = 0, number = 0, last = -GAP, timer = null, silence = null, late = null;
+  const busy = () => {
+    ui.root.setAttribute("aria-busy", "true");
+    late ??= setTimeout(() => ui.stage.classList.add("fw-late"), 300);
+  };
+  const free = () => {
+    clearTimeout(late);
+    late = null;
+    ui.stage.classList.remove("fw-late");
+    ui.root.removeAttribute("aria-busy");
+  };
   const ask = () => {
     if (wish === null || open) return;
     open = ++number;
+    last = performance.now();
     model.set("request", { ...wish, id: open });
     model.save_changes();
     wish = null;
-    silence = setTimeout(() => { open = 0; onsilence(); }, 5000);
+    silence = setTimeout(() => {
+      open = 0;
+      free();
+      ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest.");
+    }, 5000);
+  };
+  const soon = () => {
+    clearTimeout(timer);
+    const wait = last + GAP - performance.now();
+    if (wait > 0) timer = setTimeout(ask, wait); else ask();
   };
   const answer = () => {
-    const scene = model.get("scene");
+    const scene = sceneOf(model);
     if (open && scene.id !== open) return; // stale
     open = 0;
     clearTimeout(silence);
-    if (wish === null) onscene(scene); else ask();
+    if (wish !== null) return soon();
+    free();
+    onscene(scene);
   };
   model.on("change:scene", answer);
   return {
-    want(what) { wish = what; clearTimeout(timer); timer = setTimeout(ask, 60); },
-    stop() { clearTimeout(timer); clearTimeout(silence); model.off("change:scene", answer); },
+    want(what) { wish = what; busy(); soon(); },
+    stop() { for (const one of [timer, silence, late]) clearTimeout(one); model.off("change:scene", answer); },
   };
 }

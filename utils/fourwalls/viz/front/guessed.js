@@ -2,16 +2,11 @@
 
 // draw(): draws game.scene; keyOf(event) -> the answer that a key names, or undefined; onfresh(was): a new scene has come.
 // Pin and Next are put where `guessed` is called; game.lock and game.show are for draw().
-function guessed(model, ui, { pinTip, nextText, draw, keyOf, onfresh = () => {}, more = () => ({}) }) {
-  const game = { scene: model.get("scene"), asked: 0, right: 0, unlocked: false, pinned: null }, tips = new Map();
-  const tell = () => {
-    const { asked, right, unlocked, pinned, scene } = game;
-    model.set("report", { asked, right, unlocked, curtain: scene.curtain, pinned: pinned !== null, ...more() });
-    model.save_changes();
-  };
-  game.want = (wish) => { ui.root.setAttribute("aria-busy", "true"); questions.want(wish); };
+function guessed(model, ui, { pinTip, nextText, draw, keyOf, onfresh = () => {} }) {
+  const game = { scene: sceneOf(model), asked: 0, right: 0, pinned: null }, tips = new Map();
+  game.want = (wish) => questions.want(wish);
   game.name = (answer) => { if (game.scene.curtain) game.want({ mode: "answer", point: game.asked, name: answer }); };
-  game.pin = ui.button("Pin", `${pinTip} (key: p)`, "fw-pin", () => { game.pinned = game.scene; tell(); draw(); });
+  game.pin = ui.button("Pin", `${pinTip} (key: p)`, "fw-pin", () => { game.pinned = game.scene; draw(); });
   game.next = ui.button(nextText, "Another question (key: n)", "fw-next", () => { game.asked += 1; game.want({ mode: "ask", point: game.asked }); });
 
   // while the question stands: shut, and the tip says why
@@ -28,13 +23,12 @@ function guessed(model, ui, { pinTip, nextText, draw, keyOf, onfresh = () => {},
     main.replaceChildren(...nodes);
     if (held) (game.scene.curtain ? main.querySelector("button") : game.next)?.focus();
   };
-  const questions = asker(model, (fresh) => {
+  const questions = asker(model, ui, (fresh) => {
     const was = game.scene;
     game.scene = fresh;
-    ui.root.removeAttribute("aria-busy");
-    if (fresh.verdict !== null) { game.unlocked = true; game.right += fresh.verdict ? 1 : 0; }
-    onfresh(was); tell(); draw();
-  }, () => { ui.root.removeAttribute("aria-busy"); ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest."); });
+    if (fresh.verdict) game.right += 1;
+    onfresh(was); draw();
+  });
   game.stop = () => questions.stop();
 
   ui.root.addEventListener("keydown", (event) => {

@@ -14,7 +14,7 @@ const HATCHED = { gradients: "//", optimizer: "xx", logits: "..", recomputed: "\
 function render({ model, el }) {
   const ui = frame(el, { title: "Memory explorer", testid: "fw-memory", height: H + 8 });
   const uid = Math.random().toString(36).slice(2), done = new Set(), box = {};
-  const { options, setting: start, presets } = model.get("scene");
+  const { options, setting: start, presets } = sceneOf(model);
   const line = () => ui.controls.append(make("span", { class: "fw-break" }));
   const explore = () => game.want({ mode: "explore", setting: Object.fromEntries(Object.entries(box).map(([word, node]) => [word, options[word][node.selectedIndex]])) });
   const choice = (word) => {
@@ -38,7 +38,6 @@ function render({ model, el }) {
       if (game.scene.before) game.pinned = game.scene.before;
       game.scene.reached.forEach((is, k) => { if (is) done.add(k); });
     },
-    more: () => ({ done: [...done] }),
   });
   const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });
   ui.stage.append(main, side);

@@ -25,8 +25,13 @@ function drawPipeline({ rows, live, makespan, peaks }, { width, height, span, ca
     const y = top + rank * room, floor = y + room - 2, high = room - bar - 5;
     svg.append(make("text", { x: left - 5, y: y + bar / 2 + 4, "text-anchor": "end", class: "fw-axis" }, rows.length > 12 ? `r${rank}` : `rank ${rank}`),
       make("rect", { x: left, y, width: x(makespan) - left, height: bar, fill: "#f1f1f1" }));
+    const paths = {}, up = y.toFixed(1), down = bar.toFixed(1);
+    for (const [kind, a, b] of row) {
+      const from = x(a).toFixed(2);
+      paths[kind] = `${paths[kind] ?? ""}M${from} ${up}H${x(b).toFixed(2)}v${down}H${from}z`;
+    }
     for (const kind of KINDS) {
-      const path = row.filter((e) => e[0] === kind).map(([, a, b]) => `M${x(a).toFixed(2)} ${y.toFixed(1)}H${x(b).toFixed(2)}v${bar.toFixed(1)}H${x(a).toFixed(2)}z`).join("");
+      const path = paths[kind];
       if (!path) continue;
       const line = count < 1500 ? { stroke: "#555", "stroke-width": 0.5 } : {};
       svg.append(make("path", { d: path, fill: LOOKS[kind][0], class: `fw-work fw-work-${kind}`, ...line }));
@@ -90,7 +95,7 @@ function runs(numbers) { // 1 2 3 5 -> "1–3 5"
 }
 
 function momentTable(rows, t) {
-  const table = make("table", { class: "fw-table fw-moment", "data-testid": "fw-moment" });
+  const table = make("table", { class: `fw-table fw-moment ${rows.length > 12 ? "fw-dense" : ""}`, "data-testid": "fw-moment" });
   table.append(make("tr", {}, ...["rank", "does", "holds"].map((text) => make("th", {}, text))));
   momentOf(rows, t).forEach(([doing, held], rank) => table.append(make("tr", {},
     ...[String(rank), doing || "waits", held.length ? `${held.length}: ${runs(held)}` : "nothing"].map((text) => make("td", {}, text)))));

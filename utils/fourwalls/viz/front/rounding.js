@@ -5,7 +5,7 @@ const W = 560, H = 330, BOX = { x: 46, y: 34, w: 504, h: 226 };
 function render({ model, el }) {
   const ui = frame(el, { title: "Rounding bench", testid: "fw-rounding", height: H + 8 });
   const uid = Math.random().toString(36).slice(2), done = new Set();
-  const first = model.get("scene"), [low, high, STEP] = first.limits;
+  const first = sceneOf(model), [low, high, STEP] = first.limits;
   const listed = (names) => names.map((name) => [name, name]);
   const wish = (loss) => game.want({ mode: "explore", loss, setting: { tensor: tensor.value, format: format.value, split: split.value, scale: Number(scale.node.value) * STEP } });
 
@@ -23,7 +23,6 @@ function render({ model, el }) {
       if (game.scene.before) game.pinned = game.scene.before;
       game.scene.reached.forEach((is, k) => { if (is) done.add(k); });
     },
-    more: () => ({ done: [...done] }),
   });
   const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });
   ui.stage.append(main, side);

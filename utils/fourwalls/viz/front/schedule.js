@@ -4,12 +4,12 @@ const WIDE = 540, HIGH = 300;
 
 function render({ model, el }) {
   const ui = frame(el, { title: "Schedule editor", testid: "fw-editor", height: HIGH + 8 });
-  let scene = model.get("scene"), pinned = null, tick = 0, drawn = null, dirty = !scene.checked;
+  let scene = sceneOf(model), pinned = null, tick = 0, moments = [], drawn = null, dirty = !scene.checked;
   const done = new Set();
 
   const text = make("textarea", { class: "fw-grid-text", "data-testid": "fw-text", "aria-label": "The schedule: a line for each rank", rows: 5, spellcheck: "false", wrap: "off", tabindex: 0, oninput: () => { dirty = true; locks(); } });
   text.value = scene.text;
-  const want = (wish) => { ui.root.setAttribute("aria-busy", "true"); questions.want(wish); };
+  const want = (wish) => questions.want(wish);
   const times = () => Object.fromEntries(["F", "I", "W"].map((word) => [word, Number(box[word].value)]));
   const box = {};
   const known = ui.select("Load", [["", "a known one …"], ...scene.names], "", "fw-load", (name) => { if (name) want({ mode: "load", name }); });
@@ -19,7 +19,7 @@ function render({ model, el }) {
   const check = () => want({ mode: "check", text: text.value, times: times(), guess: guess.value === "" ? null : Number(guess.value) });
   const button = ui.button("Check", "Is it legal, how long does it take, what does it hold? (Ctrl+Enter in the text)", "fw-check", check);
   const run = ui.button("Run on ranks", "Run it on real processes", "fw-run", () => want({ mode: "run", text: text.value, times: times() }));
-  const pin = ui.button("Pin", "Keep the present end as a mark behind the next pictures (key: p)", "fw-pin", () => { pinned = scene; report(); draw(); });
+  const pin = ui.button("Pin", "Keep the present end as a mark behind the next pictures (key: p)", "fw-pin", () => { pinned = scene; draw(); });
   ui.controls.append(make("span", { class: "fw-break" }));
   const scrub = make("input", { type: "range", min: 0, max: 1, step: 1, value: 0, class: "fw-range fw-scrub", "data-testid": "fw-scrub", "aria-label": "Moment", oninput: () => { tick = Number(scrub.value); move(); } });
   const moment = make("output", { class: "fw-value", "data-testid": "fw-at" });
@@ -28,21 +28,15 @@ function render({ model, el }) {
 
   const main = make("div", { class: "fw-main" }), side = make("div", { class: "fw-side", "data-testid": "fw-side" });
   ui.stage.append(main, side);
-  const questions = asker(model, (fresh) => {
+  const questions = asker(model, ui, (fresh) => {
     scene = fresh;
-    ui.root.removeAttribute("aria-busy");
     dirty = !scene.checked;
     if (text.value !== scene.text) text.value = scene.text;
     if (scene.checked) scene.reached.forEach((is, k) => { if (is) done.add(k); });
     else { guess.value = ""; known.value = ""; }
     tick = 0;
-    report(); draw();
-  }, () => { ui.root.removeAttribute("aria-busy"); ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest."); });
-
-  function report() {
-    model.set("report", { done: [...done], checked: scene.checked, legal: scene.rows.length > 0, pinned: pinned !== null });
-    model.save_changes();
-  }
+    draw();
+  });
 
   const shown = () => scene.checked && scene.rows.length > 0;
   function locks() {
@@ -54,11 +48,11 @@ function render({ model, el }) {
   }
 
   function move() {
-    const all = ticksOf(scene.rows);
-    scrub.max = all.length - 1; scrub.value = tick = Math.min(tick, all.length - 1);
-    moment.textContent = `t = ${Number(all[tick].toPrecision(6))}`;
-    drawn.moveTo(all[tick]);
-    side.replaceChildren(make("div", { class: "fw-ghost-title" }, `At t = ${Number(all[tick].toPrecision(6))}`), momentTable(scene.rows, all[tick]), pinnedWords());
+    scrub.max = moments.length - 1; scrub.value = tick = Math.min(tick, moments.length - 1);
+    const t = moments[tick], said = `t = ${Number(t.toPrecision(6))}`;
+    moment.textContent = said;
+    drawn.moveTo(t);
+    side.replaceChildren(make("div", { class: "fw-ghost-title" }, `At ${said}`), momentTable(scene.rows, t), pinnedWords());
   }
   const pinnedWords = () => make("div", { class: "fw-hint", "data-testid": "fw-ghost" }, pinned ? `Pinned: ${Number(pinned.makespan.toPrecision(4))} slots, holding at most ${Math.max(...pinned.peaks)}.` : "Pin keeps a mark of the present end.");
 
@@ -72,6 +66,7 @@ function render({ model, el }) {
       main.replaceChildren(drawn.svg);
     } else main.replaceChildren(cells());
     locks();
+    moments = ticksOf(scene.rows);
     if (drawn) move(); else { moment.textContent = ""; side.replaceChildren(make("div", { class: "fw-hint" }, scene.checked ? "" : "Guess how many slots it takes, then Check."), pinnedWords()); }
     ui.say(scene.checked ? scene.words : "A line for each rank: 2F0 is stage 2, forward, micro-batch 0; B backward, or I and W, its two halves. How many slots will this one take?");
     const goal = scene.goals.findIndex((_, k) => !done.has(k)), last = scene.goals.length;

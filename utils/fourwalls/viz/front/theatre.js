@@ -7,11 +7,11 @@ const HEIGHT = 300, WIDTH = 660, LEFT = 34, GRID = 430;
 function render({ model, el }) {
   const ui = frame(el, { title: "Message theatre", testid: "fw-theatre", height: HEIGHT + 26 });
   const uid = Math.random().toString(36).slice(2);
-  let scene = model.get("scene");
+  let scene = sceneOf(model);
   let step = 0, guess = new Set(), verdict = "", free = false, checked = "open", focus = [0, 0], told = new Set();
 
   const setting = () => ({ algorithm: algorithm.value, ranks: Number(ranks.value), slow: slow.value });
-  const change = () => { ui.root.setAttribute("aria-busy", "true"); questions.want(setting()); };
+  const change = () => questions.want(setting());
   const algorithm = ui.select("Algorithm", model.get("choices").map((c) => [c, c]), scene.algorithm, "fw-algorithm", change);
   const ranks = ui.select("Ranks", [2, 3, 4, 5, 6, 7, 8].map((n) => [String(n), String(n)]), String(scene.ranks), "fw-ranks", () => { fillSlow(); change(); });
   const slow = ui.select("Slow link", [], "", "fw-slow", change);
@@ -28,29 +28,24 @@ function render({ model, el }) {
   const run = ui.button("Run step ▶", "", "fw-run", () => runStep());
   const all = ui.button("Run to the end", "", "fw-end", () => go(scene.steps.length - 1));
   const again = ui.button("Start again", "Back to the start (key: Home)", "fw-start", () => go(0));
-  const pin = ui.button("Pin", "Keep this state beside the next ones (key: p)", "fw-pin", () => { pinned = { scene, step }; report(); draw(); });
+  const pin = ui.button("Pin", "Keep this state beside the next ones (key: p)", "fw-pin", () => { pinned = { scene, step }; draw(); });
   const check = ui.button("Check goal", "Is the goal true at this step? (key: g)", "fw-check", () => checkGoal());
   let pinned = null;
 
   const main = make("div", { class: "fw-main" }), ghost = make("div", { class: "fw-ghost", "data-testid": "fw-ghost" });
   ui.stage.append(main, ghost);
-  const questions = asker(model, (fresh) => {
+  const questions = asker(model, ui, (fresh) => {
     scene = fresh; step = 0; guess = new Set(); verdict = ""; free = false; checked = "open"; focus = [0, 0]; told = new Set();
-    ui.root.removeAttribute("aria-busy");
-    report(); draw();
-  }, () => { ui.root.removeAttribute("aria-busy"); ui.say("The kernel does not answer. What is shown still works; the pictures above show the rest."); });
+    draw();
+  });
 
-  function report() {
-    model.set("report", { step, free, goal: checked === "reached", pinned: pinned !== null, verdict });
-    model.save_changes();
-  }
   function go(to) {
     const last = scene.steps.length - 1;
     to = Math.max(0, Math.min(last, to));
     if (to > step && !free) { ui.say(locked()); return; }
     step = to; guess = new Set(); verdict = "";
     if (checked === "missed") checked = "open";
-    report(); draw();
+    draw();
   }
   const locked = () => "First the guess: click the cells that you think the next step will change. That unlocks Run.";
   function runStep() {
@@ -62,12 +57,12 @@ function render({ model, el }) {
     told = new Set(guess);
     free = true; step += 1; guess = new Set();
     if (checked === "missed") checked = "open";
-    report(); draw();
+    draw();
   }
   function checkGoal() {
     if (scene.error) return;
     checked = scene.goal.step === step ? "reached" : "missed";
-    report(); draw();
+    draw();
   }
   function toggle(key) {
     if (scene.error || step >= scene.steps.length - 1) return;
