@@ -98,11 +98,15 @@ def test_growth_is_what_a_child_has_more_than_its_parent_when_it_sends(tmp_path)
 
 
 def test_too_much_is_wrong_and_what_is_not_told_is_said():
-    grown = SimpleNamespace(growth=lambda rank: (3, 5)[rank] * 2**20)
+    grown = SimpleNamespace(growth=lambda rank: (3, 5)[rank] * 2**20, beside=2, shrunk=lambda rank: 0)
     assert weigh(grown, 2, 5 * 2**20, 2**23, "gradients") == "a process grows by 5.0 MiB, of 8 MiB of gradients"
     with pytest.raises(Wrong, match="a process has grown by 5.0 MiB, target 4.0"):
         weigh(grown, 2, 4 * 2**20, 2**23, "gradients")
     assert "not told" in weigh(SimpleNamespace(growth=lambda rank: None), 2, 1, 2**23, "gradients")
+    with pytest.raises(Wrong, match="3 processes are at work"):
+        weigh(SimpleNamespace(**(vars(grown) | {"beside": 3})), 2, 5 * 2**20, 2**23, "gradients")
+    with pytest.raises(Wrong, match="a process has given back 2.0 MiB"):
+        weigh(SimpleNamespace(**(vars(grown) | {"shrunk": lambda rank: rank * 2**21})), 2, 5 * 2**20, 2**23, "gradients")
     assert resident(2**22 + 1) is None
 
 
