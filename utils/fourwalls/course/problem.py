@@ -22,7 +22,7 @@ from .stand_in import Failure
 
 __all__ = ["Check", "Finding", "Problem", "Report", "Session", "Spec", "Target", "apart_for"]
 
-LEFT = '"text-align:left;vertical-align:top"'  # Jupyter puts the text of a table to the right
+LEFT = '"text-align:left;vertical-align:top;padding:2px 12px 2px 0"'  # Jupyter: to the right; a feedback page: no room between
 SECONDS = 10.0  # what one hanging run may cost
 MOST_EVENTS = 4000  # of a run that is drawn
 
