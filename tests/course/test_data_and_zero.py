@@ -11,7 +11,7 @@ import torch
 from fourwalls.course import lab_data, lab_zero
 from fourwalls.course.expect import Wrong
 from fourwalls.course.lab_data_grads import CLOSE, names_of, same_gradients
-from fourwalls.course.lab_zero_memory import Scale, resident, weigh
+from fourwalls.course.process_memory import Scale, resident, weigh
 
 GRADS = [torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3), torch.ones(3, dtype=torch.float64), None]
 NAMES = names_of(2)[:3]

@@ -18,8 +18,8 @@ import torch
 
 from ..nn import text
 from ..nn.gpt import GPT, GPTConfig
-from ..nn.optim import AdamW
 from ..numerics.distill import distill_loss
+from .descend import descend
 
 __all__ = ["TextStudy", "follow_text", "text_loss", "text_students", "unseen_share"]
 
@@ -58,18 +58,15 @@ def follow_text(
     """
     draw = partial(text.batch, length=study.length)
     few = None if windows is None else draw(seed, 0, batch=windows)
-    dice, optimizer = torch.Generator().manual_seed(seed), AdamW(model.parameters())
-    for step in range(steps):
+    dice = torch.Generator().manual_seed(seed)
+
+    def batch_of(step):
         if few is None:
-            x, y = draw(seed, step, batch=batch)
-        else:
-            rows = torch.randint(windows, (batch,), generator=dice)
-            x, y = few[0][rows], few[1][rows]
-        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 20) * (1 - 0.98 * step / steps)
-        optimizer.zero_grad()
-        loss_of(x, y).backward()
-        optimizer.step()
-    return model
+            return draw(seed, step, batch=batch)
+        rows = torch.randint(windows, (batch,), generator=dice)
+        return few[0][rows], few[1][rows]
+
+    return descend(model, loss_of, batch_of, steps=steps, lr=lr)
 
 
 @torch.no_grad()

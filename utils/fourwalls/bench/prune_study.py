@@ -26,6 +26,8 @@ from .record import Row
 
 __all__ = ["PruneStudy", "follow", "loss", "of_seed", "right", "students", "summary", "weights_of", "zeros"]
 
+MEASURES = {"zeros": ("rise of the loss", "gain", "nat"), "distillation": ("accuracy", "points", "%")}  # metric, of a gain, unit
+
 
 class PruneStudy:
     """Sizes of the study. share: of all weights, to become zero. pictures: how many the students see; the teacher sees all."""
@@ -141,14 +143,13 @@ def summary(runs: list[dict]) -> Iterator[Row]:
     """One row for each (what, form) over several seeds: the mean, the smallest and the largest."""
     for what, form in runs[0]:
         values = [run[what, form] for run in runs]
-        metric = "rise of the loss" if what == "zeros" else "accuracy" if what == "distillation" else "loss"
-        metric = {"distillation": "points"}.get(what, "gain") if form == "gain" else metric
+        metric, gain, unit = MEASURES.get(what, ("loss", "gain", "nat"))
         yield Row(
             benchmark="prune",
             case={"what": what, "form": form, "seeds": len(runs)},
-            metric=metric,
+            metric=gain if form == "gain" else metric,
             value=statistics.mean(values),
-            unit="%" if what == "distillation" else "nat",
+            unit=unit,
             low=min(values),
             high=max(values),
         )

@@ -18,7 +18,6 @@ import torch
 
 from ..nn import text
 from ..nn.gpt import GPT, GPTConfig
-from ..nn.optim import AdamW
 from ..numerics import digits as pictures
 from ..numerics.convert import convert, watch_inputs
 from ..numerics.fold import fold_model
@@ -30,6 +29,7 @@ from ..numerics.outliers import DecomposedLinear, inject, readers
 from ..numerics.qat import prepare_qat
 from ..numerics.quantize import quantize, zero_share
 from ..numerics.smooth import migrate
+from .descend import descend
 from .record import Row
 
 __all__ = [
@@ -65,15 +65,8 @@ class Study:
 
 def train(model: GPT, study: Study, seed: int, *, steps: int, lr: float, first: int = 0, eps: float = 1e-8) -> GPT:
     """`steps` steps of AdamW, batches first, first + 1, ... of the training text; the rate rises, then falls to nearly 0."""
-    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=eps)
-    for step in range(steps):
-        x, y = text.batch(seed, first + step, batch=study.batch, length=study.length)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / 20) * (1 - 0.98 * step / steps)
-        optimizer.zero_grad()
-        GPT.loss(model, x, y).backward()
-        optimizer.step()
-    return model
+    draw = partial(text.batch, batch=study.batch, length=study.length)
+    return descend(model, partial(GPT.loss, model), lambda step: draw(seed, first + step), steps=steps, lr=lr, eps=eps)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 Each step of `stepped` is a run of its own, in fresh processes: what a rank keeps from step to step is what came back from it.
 What these functions count of live bytes (`held`, `peak`, `left`) tells a learner where memory goes; the proof is the judge's,
-who asks the system (course/lab_zero_memory.py).
+who asks the system (course/process_memory.py).
 
     driver(comm, {name: function}, how, ...) -> plain data
 

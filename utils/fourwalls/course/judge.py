@@ -159,8 +159,7 @@ class Apart:
         Never raises for what the learner's code does: see Outcome.failure.
         """
         began = time.monotonic()
-        task = Task(self, driver, list(functions), list(args), per_rank, began + limit, limit, each)
-        task.alter = alter
+        task = Task(self, driver, list(functions), list(args), per_rank, began + limit, limit, each, alter)
         values, trace, failure = [None] * ranks, Trace([], ranks=ranks), None
         try:
             done = simulate(task, ranks=ranks, cluster=cluster, seed=seed, stream=False)

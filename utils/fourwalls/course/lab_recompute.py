@@ -26,8 +26,8 @@ from .lab_recompute_layers import (
     selective_values,
     weighed,
 )
-from .lab_zero_memory import Pause
 from .problem import Problem, Session, Spec, Target
+from .process_memory import Pause
 
 __all__ = ["problems", "twist"]
 

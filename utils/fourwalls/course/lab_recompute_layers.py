@@ -16,8 +16,8 @@ import torch
 from ..memory.recompute import checkpoint
 from .drivers_recompute import Block, chain, measured
 from .expect import close, draw, expect, own_products, tensor
-from .lab_zero_memory import Pause
 from .problem import Session
+from .process_memory import Pause
 
 __all__ = [
     "segments_kept",

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..cost.hardware import uniform
 from ..viz.timeline import plot_timeline
 from .arrivals import must_use
-from .expect import Wrong
+from .expect import judged
 from .problem import Check, Finding, Problem, Session, Spec, Target
 
 __all__ = ["problems", "twist"]
@@ -140,27 +140,19 @@ def _of_layer(name):
 
 def _costs(name):
     cost = {"column": _layer_cost("column"), "row": _layer_cost("row"), "vocab_loss": _vocab_cost}.get(name, _conjugate_cost)
-    return Check("cost", cost), Check("what arrives is used", _arrivals(name))
+    return Check("cost", cost), judged("what arrives is used", _arrivals, name)
 
 
-def _arrivals(name):
+def _arrivals(s: Session, name):
     """On three ranks, with messages that were altered on the way."""
+    case = {"column": _layer_case, "row": _layer_case, "vocab_loss": _vocab_case}.get(name, _conjugate_case)
+    args, right = case(s, name, 3)
 
-    def used(s):
-        case = {"column": _layer_case, "row": _layer_case, "vocab_loss": _vocab_case}.get(name, _conjugate_case)
-        args, right = case(s, name, 3)
+    def all_right(r, value):
+        found = value["values"] if "values" in value else [value["loss" if "loss" in value else "y"], value["grad"]]
+        return all(_differs(v, exact, "it", 3, r) is None for v, exact in zip(found, right(r), strict=True))
 
-        def all_right(r, value):
-            found = value["values"] if "values" in value else [value["loss" if "loss" in value else "y"], value["grad"]]
-            return all(_differs(v, exact, "it", 3, r) is None for v, exact in zip(found, right(r), strict=True))
-
-        try:
-            must_use(s, all_right, ranks=3, per_rank=args)
-        except Wrong as wrong:
-            return Finding(False, str(wrong), wrong.hint)
-        return Finding(True)
-
-    return used
+    must_use(s, all_right, ranks=3, per_rank=args)
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ __all__ = ["problems", "twist"]
 FORBIDDEN = tuple(
     f"fourwalls.{name}"
     for name in ("parallel", "train", "plan", "bench")
-    + ("course.lab_zero", "course.lab_zero_borrow", "course.lab_zero_checks", "course.lab_zero_memory", "course.lab_ring")
+    + ("course.lab_zero", "course.lab_zero_borrow", "course.lab_zero_checks", "course.process_memory", "course.lab_ring")
 )
 DRIVER = "fourwalls.course.drivers_zero."
 WIRE = uniform(10e-6, 1e9)

@@ -13,8 +13,8 @@ import torch
 from . import carry
 from .expect import close, draw, expect, tensor
 from .lab_zero_checks import LAYERS, SLACK, WIDE, bounds, mean_over_ranks, on_the_way, ready
-from .lab_zero_memory import Scale, weigh
 from .problem import Session
+from .process_memory import Scale, weigh
 
 __all__ = ["borrow_cost", "given_back", "live_weights", "loss_and_gradients"]
 

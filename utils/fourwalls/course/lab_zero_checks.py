@@ -15,8 +15,8 @@ import torch
 from ..nn.optim import Adam
 from . import carry
 from .expect import close, draw, expect, tensor
-from .lab_zero_memory import Scale, weigh
 from .problem import Session
+from .process_memory import Scale, weigh
 
 __all__ = [
     "LAYERS",

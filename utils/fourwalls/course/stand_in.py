@@ -55,10 +55,10 @@ class Failed(Exception):
 class Task:
     """The program of the stand-ins: rank r does what the fork of rank r asks for."""
 
-    def __init__(self, apart, driver, functions, args, per_rank, end, limit, each=None):
+    def __init__(self, apart, driver, functions, args, per_rank, end, limit, each=None, alter=None):
         self.apart, self.driver, self.functions, self.args, self.per_rank = apart, driver, functions, args, per_rank
-        self.end, self.limit, self.each = end, limit, each
-        self.alter, self.heard = None, 0
+        self.end, self.limit, self.each, self.alter = end, limit, each, alter
+        self.heard = 0  # bytes
 
     def __call__(self, comm):
         ours, theirs = socket.socketpair()

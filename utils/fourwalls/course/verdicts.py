@@ -20,7 +20,8 @@ __all__ = ["GRADED", "NOT_GRADED", "Book", "Task", "Verdict", "verdict_of", "ver
 GRADED, NOT_GRADED = "graded", "not graded"
 CHECKS = Path(__file__).resolve().parent
 JUDGING = ("problem.py", "judge.py", "stand_in.py", "grade.py", "restore.py", "submissions.py", "carry.py", "drivers*.py")
-JUDGING += ("expect.py", "arrivals.py", "probe.py", "lab_ring.py", "../ranks/apart.py", "../ranks/remote.py", "../ranks/plain.py")
+JUDGING += ("expect.py", "arrivals.py", "probe.py", "process_memory.py", "lab_ring.py")
+JUDGING += ("../ranks/apart.py", "../ranks/remote.py", "../ranks/plain.py")
 
 
 @dataclass

@@ -15,6 +15,7 @@ place.
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..ranks.buffers import overlaps
 from .rows import check_floating, row_slices, wide_dtype
 
 __all__ = ["cross_entropy_blocks", "cross_entropy_in_place", "cross_entropy_separate"]
@@ -49,7 +50,7 @@ def cross_entropy_in_place(logits: torch.Tensor, targets: torch.Tensor, *, rows:
     that share their memory (of expand(), say): there is no place for a gradient of each.
     """
     _check(logits, targets)
-    if _overlaps(logits):
+    if overlaps(logits):
         raise ValueError(
             f"logits {tuple(logits.shape)} with strides {logits.stride()} share memory; allowed: a place for each, such as "
             "logits.contiguous()"
@@ -135,16 +136,6 @@ def _check(logits: torch.Tensor, targets: torch.Tensor) -> None:
         )
     if targets.dtype != torch.int64:
         raise ValueError(f"targets of {str(targets.dtype).removeprefix('torch.')}; allowed: int64, the number of a column")
-
-
-def _overlaps(t: torch.Tensor) -> bool:
-    """Whether two elements lie in one place (or may: strides that are no multiples of each other count as overlapping)."""
-    reach = 0
-    for stride, n in sorted((stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (n - 1)
-    return False
 
 
 def _check_labels(targets: torch.Tensor, columns: int, first: int = 0) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..collectives import all_gather
+from ..ranks import buffers
 from ..ranks.comm import Comm
 
 __all__ = ["check_replicas", "checksum", "differing", "digest"]
@@ -30,18 +31,12 @@ def digest(x: torch.Tensor) -> int:
 
 @torch.no_grad()
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """64 bits that are nearly always others if any bit of `tensors` is: one pass over them as whole numbers, quicker than
-    `digest`, to be compared in every step. What watches operators (a Ledger, a Meter) does not see it.
+    """A number that nearly always is another if any bit of `tensors` is: quicker than `digest`, to be compared in every step.
+
+    What watches operators (a Ledger, a Meter) does not see it.
     """
-    total = 0
     with _disable_current_modes():
-        for place, x in enumerate(tensors):
-            data = x.detach().contiguous().reshape(-1).view(torch.uint8)
-            head = min(-data.storage_offset() % 8, len(data))  # words begin where 8 divides
-            tail = head + (len(data) - head) // 8 * 8
-            words = data[head:tail].view(torch.int64) if head < tail else data[:0]
-            total += (2 * place + 1) * sum(int(part.sum()) for part in (words, data[:head], data[tail:]))
-    return total % 2**64
+        return sum((2 * place + 1) * buffers.checksum(x) for place, x in enumerate(tensors)) % 2**64
 
 
 def differing(comm: Comm, named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[str]]:

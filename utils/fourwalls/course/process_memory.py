@@ -1,4 +1,5 @@
-"""Asks the system how much memory a rank's process has of its own, at each of its messages, while it waits for the answer.
+"""Asks the system how much memory a rank's process has of its own, while it waits for an answer: at each of its messages (Scale),
+or when it asks for the time (Pause).
 
 A process cannot say less about itself than the kernel does: pages that it has written and not given back count, whatever holds
 them. What it has more than the process of which it was forked, which only waits, it has got in this run.
