@@ -151,6 +151,35 @@ def test_unequal_all_to_all_sends_gradients_home():
             assert abs(float(grad.view(-1)[place]) - (up - down) / (2 * STEP)) < BOUND
 
 
+def experts(comm, routes):
+    """Rank r has routes[r][q] tokens for the expert on rank q; there and back, and the gradients of tokens and expert."""
+    x, w = numbers(comm.rank, (sum(routes[comm.rank]), 2)).requires_grad_(), numbers(60 + comm.rank, (2, 2)).requires_grad_()
+    here, came = autograd.all_to_all(comm, x, routes[comm.rank])
+    y, _ = autograd.all_to_all(comm, here @ w, came)
+    (y + 0.1 * y**2).sum().backward()
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        [[3, 0, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],  # every token to expert 0, and none on rank 2
+        [[0, 5, 0, 3]] * 4,
+        [[0, 0, 0, 0]] * 4,
+    ],
+)
+def test_c43_c44_experts_without_a_token_have_gradients_of_zeros(routes):
+    """And nobody waits for them: an idle rank takes part in forward and backward with empty pieces."""
+    weights = [numbers(60 + q, (2, 2)).requires_grad_() for q in range(4)]
+    for rank, (y, dx, _) in enumerate(values := fw.simulate(experts, routes, ranks=4, cluster=NETWORK).values):
+        x = numbers(rank, (sum(routes[rank]), 2)).requires_grad_()
+        want = torch.cat([part @ w for part, w in zip(x.split(routes[rank]), weights, strict=True)])
+        (want + 0.1 * want**2).sum().backward()
+        torch.testing.assert_close((y, dx), (want.detach(), x.grad), rtol=1e-13, atol=1e-13)
+    for (*_, dw), w in zip(values, weights, strict=True):
+        torch.testing.assert_close(dw, torch.zeros_like(w) if w.grad is None else w.grad, rtol=1e-13, atol=1e-13)
+
+
 def traffic(comm, name):
     x = numbers(comm.rank).requires_grad_()
     y = operate(comm, name, x, 0, 4 * comm.size)

@@ -303,3 +303,10 @@ def test_an_absent_algorithm_or_operation_is_named():
         collectives.all_reduce(None, torch.ones(1, dtype=torch.int64), op="avg")
     with pytest.raises(ValueError, match="complex numbers have no order"):
         collectives.all_reduce(None, torch.tensor([2 + 3j, 3 + 2j]), op="max")
+
+
+@pytest.mark.parametrize("name", [name for name in collectives.ALGORITHMS if name != "barrier"])
+def test_what_is_no_tensor_is_refused_in_words(name):
+    for x in ([1.0, 2.0], 3.0, None):
+        with pytest.raises(ValueError, match=f"{name} takes a tensor, not {type(x).__name__}; try torch.as_tensor"):
+            getattr(collectives, name)(None, x)

@@ -272,9 +272,10 @@ def test_a_straggler_ends_the_run_at_its_timeout():
 
 def test_the_memory_is_a_few_mebibytes():
     for n in range(2, 65):
-        row = shared_memory.row_bytes(n)
-        assert row % (n * 64) == 0 and n * shared_memory.SMALL_BYTES // n // n <= row  # a small tensor fits into one row
-        assert shared_memory.BUFFERS * n * row <= 25 * 2**20
+        row, layer = shared_memory.row_bytes(n), shared_memory.layer_bytes(n)
+        assert row % (n * 64) == 0 and row >= n * 64 and layer % 64 == 0
+        assert shared_memory.SMALL_BYTES // n <= layer  # a small tensor fits
+        assert shared_memory._Room.bytes(n) <= 25 * 2**20
     with pytest.raises(ValueError, match="segment_bytes is 0"):
         shared_memory.all_reduce(None, torch.ones(1), segment_bytes=0)
     with pytest.raises(ValueError, match="complex numbers have no order"):

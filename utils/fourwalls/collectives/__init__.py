@@ -93,12 +93,12 @@ def all_reduce(
     """Every rank returns the reduction of all ranks' `x`, in the shape of `x`. `op` is one of OPS; `options` go to the
     algorithm.
     """
-    return get_algorithm("all_reduce", algorithm)(comm, x, op=op, out=out, **options)
+    return get_algorithm("all_reduce", algorithm)(comm, _tensor("all_reduce", x), op=op, out=out, **options)
 
 
 def reduce_scatter(comm: Comm, x: torch.Tensor, *, op: str = "sum", algorithm: str = "ring", **options) -> torch.Tensor:
     """Rank r returns chunk r of the flattened reduction of all ranks' `x`: flat, about numel/n elements (see `chunks`)."""
-    return get_algorithm("reduce_scatter", algorithm)(comm, x, op=op, **options)
+    return get_algorithm("reduce_scatter", algorithm)(comm, _tensor("reduce_scatter", x), op=op, **options)
 
 
 def all_gather(
@@ -113,14 +113,14 @@ def all_gather(
     """Every rank returns all ranks' `x`: stacked, (n, *x.shape), where shapes are equal; joined to a flat tensor of `numel`
     elements
     where rank r gives chunk r of it, as `reduce_scatter` returns it."""
-    return get_algorithm("all_gather", algorithm)(comm, x, numel=numel, out=out, **options)
+    return get_algorithm("all_gather", algorithm)(comm, _tensor("all_gather", x), numel=numel, out=out, **options)
 
 
 def broadcast(
     comm: Comm, x: torch.Tensor, *, root: int = 0, algorithm: str = "tree", out: torch.Tensor | None = None, **options
 ) -> torch.Tensor:
     """Every rank returns the `x` of rank `root`. All ranks pass a tensor of that shape and dtype."""
-    return get_algorithm("broadcast", algorithm)(comm, x, root=root, out=out, **options)
+    return get_algorithm("broadcast", algorithm)(comm, _tensor("broadcast", x), root=root, out=out, **options)
 
 
 def reduce(
@@ -134,12 +134,12 @@ def reduce(
     **options,
 ) -> torch.Tensor | None:
     """Rank `root` returns the reduction of all ranks' `x`, the others None; nobody's `x` changes."""
-    return get_algorithm("reduce", algorithm)(comm, x, op=op, root=root, out=out, **options)
+    return get_algorithm("reduce", algorithm)(comm, _tensor("reduce", x), op=op, root=root, out=out, **options)
 
 
 def scatter(comm: Comm, x: torch.Tensor, *, root: int = 0, algorithm: str = "tree", **options) -> torch.Tensor:
     """Rank r returns chunk r of the flattened `x` of rank `root`. The others give its shape and dtype (a meta tensor will do)."""
-    return get_algorithm("scatter", algorithm)(comm, x, root=root, **options)
+    return get_algorithm("scatter", algorithm)(comm, _tensor("scatter", x), root=root, **options)
 
 
 def gather(
@@ -153,7 +153,7 @@ def gather(
     **options,
 ) -> torch.Tensor | None:
     """Rank `root` returns what `all_gather` gives to everybody, the others None."""
-    return get_algorithm("gather", algorithm)(comm, x, root=root, numel=numel, out=out, **options)
+    return get_algorithm("gather", algorithm)(comm, _tensor("gather", x), root=root, numel=numel, out=out, **options)
 
 
 def barrier(comm: Comm, *, algorithm: str = "tree") -> None:
@@ -165,4 +165,10 @@ def all_to_all(
     comm: Comm, x: torch.Tensor, *, algorithm: str = "pairwise", out: torch.Tensor | None = None, **options
 ) -> torch.Tensor:
     """Rank r returns piece r of every rank's `x`, whose rows are n equal pieces; `all_to_all_unequal` takes other counts."""
-    return get_algorithm("all_to_all", algorithm)(comm, x, out=out, **options)
+    return get_algorithm("all_to_all", algorithm)(comm, _tensor("all_to_all", x), out=out, **options)
+
+
+def _tensor(collective: str, x) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{collective} takes a tensor, not {type(x).__name__}; try torch.as_tensor(x)")
+    return x

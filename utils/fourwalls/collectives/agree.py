@@ -39,4 +39,5 @@ def agree_gather(comm: Comm, collective: str, x: torch.Tensor, numel: int | None
 def check_root(comm: Comm, root: int) -> None:
     """Raise ValueError unless `root` is a rank of this communicator."""
     if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < comm.size:
-        raise ValueError(f"rank {comm.rank}: root is {root!r}; ranks are 0 to {comm.size - 1}")
+        near = f"; use int({root!r})" if hasattr(root, "__index__") and not isinstance(root, (int, bool)) else ""
+        raise ValueError(f"rank {comm.rank}: root is {root!r}; ranks are 0 to {comm.size - 1}{near}")

@@ -1,18 +1,18 @@
 """All-reduce for ranks of one host: no wire at all, only memory that all of them see.
 
-The tensor is cut into one chunk per rank, as for the ring, and goes through the common memory block by block. For each block a
-rank lays out its pieces of the others' chunks, adds up the pieces of its own chunk in the order in which the ring would have
-met them, and fetches the finished pieces of the others. Three blocks are under way at a time, so that nobody waits for the
-slowest step. Small tensors take a shorter way: everybody lays out everything, once, and adds up all of it.
+The tensor is cut into one chunk per rank, as for the ring, and goes through the common memory block by block. The sum of a chunk
+lies there: the first rank of its chain lays out its own numbers, each next one adds its own in place and passes the word on, and
+the last, the chunk's owner, tells everybody, who fetch it. All ranks are busy at once, each with another chunk, and a rank works
+on several blocks at a time, so that a word has always had time to come. Small tensors take a shorter way: everybody lays out
+everything, and adds up all of it. So do two ranks with any tensor, block by block.
 
     chunk c  =  x_c + (x_(c-1) + ( ... (x_(c+2) + x_(c+1)))),   rank numbers mod n: the bits of the ring
-    copied by a rank  =  about 2 (n-1)/n S out of and 2 (n-1)/n S into its own tensor;   bytes and messages sent  =  0
+    a rank passes over its tensor twice, out of it and into it;   bytes and messages sent  =  0
 
 Reference: Graham and Shipman, "MPI support for multi-core architectures: optimized shared memory collectives", 2008.
 """
 
 import sys
-from collections.abc import Callable
 
 import torch
 
@@ -23,11 +23,14 @@ from .agree import agree
 from .chunks import check_segment, chunk_sizes, cut, finish, flat_input, result_buffer, segment_count
 from .reductions import get_reduction
 
-__all__ = ["BUFFERS", "SMALL_BYTES", "all_reduce", "row_bytes"]
+__all__ = ["SMALL_BYTES", "all_reduce", "buffers", "layer_bytes", "row_bytes"]
 
-BUFFERS = 3  # blocks in the memory at once: one being laid out, one added up, one fetched
-SMALL_BYTES = 2**18  # up to n S of this, one round of tokens with more copying beats two rounds; fits into a row
-GIVEN, DONE = 0, 1  # tokens: "my pieces of this block are there", "my chunk of this block is finished"
+PIECE_BYTES = 2**18  # of a chunk at a time in a chain: stays in a core's own cache, and is large beside what a word costs
+ROOM_BYTES = 2**24  # about what all blocks of a chain may take together
+SMALL_BYTES = 2**18  # up to n S of this, one round of words with more copying beats a chain of n
+PAIR_BYTES = 2**19  # of a tensor at a time where two ranks lay out everything
+LAYERS = 4  # blocks of which everything is laid out: see `_Room.all_at_once`
+GIVEN, DONE = 0, 1  # words: "your turn with this chunk", "my chunk of this block is finished"
 ALIGN = 64
 
 
@@ -51,102 +54,155 @@ def all_reduce(
     source, result = flat_input(x), result_buffer(x, x.shape, out)
     if comm.size == 1:
         reduction.finish(result.copy_(source), 1)
+    elif comm.size == 2:
+        room.as_a_pair(comm, source, result, reduction, segment_bytes)
     elif source.nbytes * comm.size <= SMALL_BYTES and segment_bytes is None:
         room.all_at_once(comm, source, result, reduction)
     else:
-        room.block_by_block(comm, source, result, reduction, segment_bytes)
+        room.in_a_chain(comm, source, result, reduction, segment_bytes)
     return finish(result, x.shape, out)
 
 
 def row_bytes(n: int) -> int:
-    """Room for one block, all chunks' pieces of it: 2 MiB, less for many ranks, whose n rows would otherwise fill the memory."""
-    return max(min(2**21, 2**23 // n) // (n * ALIGN), 1) * n * ALIGN
+    """Room for one block of a chain, a piece of each chunk; smaller pieces for many ranks, whose blocks would fill the memory."""
+    return max(min(PIECE_BYTES, ROOM_BYTES // n**2) // ALIGN, 1) * ALIGN * n
+
+
+def buffers(n: int) -> int:
+    """Blocks of a chain in the memory at once. Two ranks need none.
+
+    In its round t a rank does step s with block t - s, and at the end fetches block t - n. When it begins block k, in round k,
+    it has heard in round k - 1 that block k - 1 - n is finished, so everybody has begun round k - 2 and ended round k - 3, with
+    the fetch of block k - 3 - n: that place is free.
+    """
+    return n + 3 if n > 2 else 0
 
 
 def _room(comm: Comm) -> "_Room | str":
     """The common memory of this communicator, made when first asked for; in words why there is none."""
     room = getattr(comm, "_room", None)
     if room is None:
-        area = open_area(comm, BUFFERS * comm.size * row_bytes(comm.size))
+        area = open_area(comm, _Room.bytes(comm.size))
         room = comm._room = area if isinstance(area, str) else _Room(area, comm.size, comm.rank)
         if isinstance(room, str) and comm.rank == 0:
             print(f"shared memory: {room}; the ring stands in, with the same result", file=sys.stderr)
     return room
 
 
+def layer_bytes(n: int) -> int:
+    """Room for all that one rank lays out of a block."""
+    return PAIR_BYTES if n == 2 else -(-SMALL_BYTES // n // ALIGN) * ALIGN
+
+
 class _Room:
-    """What stands where: `BUFFERS` blocks of n rows. Row i, chunk c holds the piece of rank (c + 1 + i) mod n: what the ring
-    would add in its step i. The last row, whose pieces are their owners', takes the finished ones.
+    """What stands where: `buffers(n)` blocks of a chain, each with one piece of every chunk; behind them `LAYERS` blocks of n
+    rows: row i, chunk c holds the piece of rank (c + 1 + i) mod n, what the ring would add in its step i. Of two ranks row r is
+    rank r's.
     """
 
     def __init__(self, area: Area, n: int, rank: int):
-        self.area, self.n, self.rank, self.block = area, n, rank, 0
-        self.width = row_bytes(n) // n  # bytes of one piece
-        self.rows = area.data.view(BUFFERS, n, n * self.width)
+        self.area, self.n, self.rank, self.block, self.layer = area, n, rank, 0, 0
+        chain = buffers(n) * row_bytes(n)
+        self.blocks = area.data[:chain].view(buffers(n), n, row_bytes(n) // n)
+        self.layers = area.data[chain : self.bytes(n)].view(LAYERS, n, layer_bytes(n))
         self.others = [(rank + 1 + i) % n for i in range(n - 1)]
         self.cells: dict[torch.dtype, list] = {}
         self.plans: dict[tuple, list] = {}
 
+    @staticmethod
+    def bytes(n: int) -> int:
+        """All of it."""
+        return buffers(n) * row_bytes(n) + LAYERS * n * layer_bytes(n)
+
     def all_at_once(self, comm: Comm, source: torch.Tensor, result: torch.Tensor, reduction) -> None:
         """One block: lay out all chunks, hear from everybody, add up all rows."""
         area, (sizes, plan) = self.area, self._plan(source)
-        pieces, rows = plan[self.block % BUFFERS]
-        self.block += 1
+        pieces, rows = plan[self.layer % LAYERS]
+        self.layer += 1
         torch._foreach_copy_(pieces, source.split(sizes))
         for peer in self.others:
             area.tell(peer, GIVEN)
         for peer in self.others:
             area.hear(peer, GIVEN)
-        _fold(comm, reduction, rows, result)
+        total = rows[0]
+        for row in rows[1:]:
+            _add(comm, reduction, row, total, result)
+            total = result
         reduction.finish(result, self.n)
 
-    def block_by_block(self, comm: Comm, source, result, reduction, segment_bytes: int | None) -> None:
-        """Blocks in a row, each laid out while the one before it is added up and fetched.
+    def as_a_pair(self, comm: Comm, source, result, reduction, segment_bytes: int | None) -> None:
+        """Lay out a block, hear of the other's, add that to one's own: of two numbers the sum is the ring's, whichever comes
+        first. Each block is laid out before the one ahead of it is added up.
 
-        A block's place is used again three blocks later: by then everybody has said DONE to the second after it, and so has
-        fetched the first.
+        A place is used again four blocks later: who lays out block k has heard of the other's block k - 2, which the other gave
+        when it had added up block k - 4.
         """
-        n, me, area, cells, first = self.n, self.rank, self.area, self._cells(source), self.block
-        piece = max(1, min(self.width, segment_bytes or self.width) // source.element_size())
+        area, peer, layers, first = self.area, self.others[0], self._typed(self.layers, source.dtype), self.layer
+        room = layer_bytes(2) if segment_bytes is None else min(layer_bytes(2), 2 * segment_bytes)
+        ours, ends = (x.split(max(1, room // source.element_size())) for x in (source, result))
+        self.layer += len(ours)
+
+        def lay_out(k):
+            _part(layers[(first + k) % LAYERS][self.rank], ours[k]).copy_(ours[k])
+            area.tell(peer, GIVEN)
+
+        lay_out(0)
+        for k, mine in enumerate(ours):
+            if k + 1 < len(ours):
+                lay_out(k + 1)
+            area.hear(peer, GIVEN)
+            _add(comm, reduction, mine, _part(layers[(first + k) % LAYERS][peer], mine), ends[k])
+            reduction.finish(ends[k], 2)
+
+    def in_a_chain(self, comm: Comm, source, result, reduction, segment_bytes: int | None) -> None:
+        """Step s of a block: the chunk that the left neighbour had in step s - 1, whose word is waited for. Step 0 lays out, the
+        others add, step n - 1 is the owner's. In one round a rank does each step for another block, the earliest step for the
+        latest block, and then fetches a block that was finished in the round before.
+        """
+        n, me, area, first = self.n, self.rank, self.area, self.block
+        cells = self._typed(self.blocks, source.dtype)
+        piece = max(1, min(row_bytes(n) // n, segment_bytes or PIECE_BYTES) // source.element_size())
         count = segment_count(source.numel(), 1, n, piece)
         ours = [cut(chunk, count) for chunk in cut(source, n)]
         ends = [cut(chunk, count) for chunk in cut(result, n)]
         self.block += count
 
-        def lay_out(k):
-            for c in self.others:
-                cells[(first + k) % BUFFERS][(me - c - 1) % n][c][: ours[c][k].numel()].copy_(ours[c][k])
-            for peer in self.others:
-                area.tell(peer, GIVEN)
+        def place(k, c):
+            return _part(cells[(first + k) % len(cells)][c], ours[c][k])
 
-        def add_up(k):
-            mine, rows = ours[me][k], cells[(first + k) % BUFFERS]
-            arriving = [rows[i][me][: mine.numel()] for i in range(n - 1)]
-            finished = rows[n - 1][me][: mine.numel()]
-            _fold(comm, reduction, [*arriving, mine], finished, before=lambda i: i < n - 1 and area.hear(self.others[i], GIVEN))
-            reduction.finish(finished, n)
+        def step(s, k):
+            c = (me - 1 - s) % n
+            mine, total = ours[c][k], place(k, c)
+            if s == 0:
+                total.copy_(mine)
+            else:
+                area.hear((me - 1) % n, GIVEN)
+                _add(comm, reduction, mine, total, total)
+            if s < n - 1:
+                area.tell((me + 1) % n, GIVEN)
+                return
+            reduction.finish(total, n)
             for peer in self.others:
                 area.tell(peer, DONE)
-            ends[me][k].copy_(finished)
+            ends[me][k].copy_(total)
 
         def fetch(k):
             for c in self.others:
                 area.hear(c, DONE)
-                ends[c][k].copy_(cells[(first + k) % BUFFERS][n - 1][c][: ends[c][k].numel()])
+                ends[c][k].copy_(place(k, c))
 
-        lay_out(0)
-        for k in range(count):
-            if k + 1 < count:
-                lay_out(k + 1)
-            add_up(k)
-            fetch(k)
+        for t in range(count + n):
+            for s in range(n):
+                if 0 <= t - s < count:
+                    step(s, t - s)
+            if t >= n:
+                fetch(t - n)
 
-    def _cells(self, x) -> list:
-        """[buffer][row][chunk]: views in the dtype of `x`."""
-        if x.dtype not in self.cells:
-            typed = self.rows.view(BUFFERS, self.n, self.n, self.width)[..., : self.width // x.element_size() * x.element_size()]
-            self.cells[x.dtype] = [[list(row.view(x.dtype).unbind()) for row in block.unbind()] for block in typed.unbind()]
-        return self.cells[x.dtype]
+    def _typed(self, blocks: torch.Tensor, dtype: torch.dtype) -> list:
+        """[block][row]: views in that dtype."""
+        if dtype not in self.cells:
+            self.cells[dtype] = [list(block.view(dtype).unbind()) for block in blocks.unbind()]
+        return self.cells[dtype]
 
     def _plan(self, x) -> tuple[list[int], list]:
         """(chunk sizes, for each buffer (where this rank's chunks go, the rows to add)) for a small tensor like `x`."""
@@ -156,23 +212,22 @@ class _Room:
                 self.plans.clear()
             n, sizes = self.n, chunk_sizes(x.numel(), self.n)
             blocks = []
-            for block in self.rows.unbind():
+            for block in self.layers.unbind():
                 rows = [row[: x.nbytes].view(x.dtype) for row in block.unbind()]
                 blocks.append(([rows[(self.rank - c - 1) % n].split(sizes)[c] for c in range(n)], rows))
             self.plans[key] = sizes, blocks
         return self.plans[key]
 
 
-def _fold(comm, reduction, parts, into, before: Callable[[int], object] = lambda i: None) -> None:
-    """into = parts[-1] (op) ( ... (parts[1] (op) parts[0])); `before(i)` is called before part i is read."""
-    before(0)
-    total = parts[0]
-    for i, part in enumerate(parts[1:], start=1):
-        before(i)
-        if comm.checks:
-            size = part.numel()
-            with comm.compute(reduction.verb, flops=size, bytes=3 * part.nbytes, kind="reduce"):
-                reduction.combine(part, total, out=into)
-        else:
-            reduction.combine(part, total, out=into)
-        total = into
+def _part(cell: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """As many elements of the cell as `like` has."""
+    return cell if cell.numel() == like.numel() else cell[: like.numel()]
+
+
+def _add(comm, reduction, mine, total, into) -> None:
+    """into = mine (op) total. With checks on it is recorded as work."""
+    if comm.checks:
+        with comm.compute(reduction.verb, flops=mine.numel(), bytes=3 * mine.nbytes, kind="reduce"):
+            reduction.combine(mine, total, out=into)
+    else:
+        reduction.combine(mine, total, out=into)
