@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 MOST_BYTES, MOST_LINES, MEDIAN_LINES = 300_000, 40, 10
+GROWING = ("append", "extend", "insert", "add", "update", "add_", "sub_", "mul_", "div_", "pop", "remove")
 LOCAL = re.compile(r"/(?:home|Users|root|tmp|work|mnt|var/folders)/|[A-Z]:\\\\|file://|(?:127\.0\.0\.1|localhost):\d+")
 
 
@@ -37,7 +38,7 @@ def faults(name, text):
         shows_error = any(output["output_type"] == "error" for output in cell["outputs"])
         if shows_error and "raises-exception" not in tags:
             said.append(f"code cell {i} shows an error")
-        said += [f"code cell {i}: {word}" for word in unsafe(source)]
+        said += [f"code cell {i}: {word}" for word in unsafe(source) + grows(source)]
     ids = [cell.get("id") for cell in book["cells"]]
     if None in ids or len(set(ids)) < len(ids):
         said.append("cell ids are missing or repeated")
@@ -52,11 +53,43 @@ def faults(name, text):
     return said
 
 
+def grows(source):
+    """Trial a29: what a cell would have twice if it were run twice, since it adds to what another cell has made."""
+    try:
+        statements = tree_of(source).body
+    except SyntaxError:
+        return []
+    found, own = [], set()
+    for statement in statements:
+        value, changed = getattr(statement, "value", None), set()
+        if isinstance(statement, ast.AugAssign):
+            changed = {first_name(statement.target)}
+        elif isinstance(statement, ast.Assign) and isinstance(value, ast.BinOp):
+            read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+            changed = read & {first_name(target) for target in statement.targets}
+        elif isinstance(statement, ast.Expr) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            changed = {first_name(value.func)} if value.func.attr in GROWING else set()
+        found += [f"adds to {name}, which another cell has made" for name in sorted(changed - own - {""})]
+        own |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own |= {getattr(statement, "name", "")}
+    return found
+
+
+def first_name(node):
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def tree_of(source):
+    """One cell's source, without its magics."""
+    return ast.parse("\n".join("pass" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines()))
+
+
 def unsafe(source):
     """torch.load that would run what a file says, in one cell's source. Magics are left out of the look."""
-    lines = ["pass" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines()]
     try:
-        tree = ast.parse("\n".join(lines))
+        tree = tree_of(source)
     except SyntaxError:
         return ["is not Python"] if not source.startswith("%%") else []
     found = []
@@ -116,6 +149,11 @@ ERROR = [{"output_type": "error", "ename": "E", "evalue": "", "traceback": []}]
         ("00_fine.ipynb", book("torch.load(f, weights_only=False)"), "torch.load"),
         ("00_fine.ipynb", book("torch.load(f,\n  weights_only=flag)"), "torch.load"),
         ("00_fine.ipynb", book("x ="), "is not Python"),
+        ("00_fine.ipynb", book("x = 1\nx += 1\nx = x + 1\nxs = []\nxs.append(x)", "for k in range(3):\n    y = k"), None),
+        ("00_fine.ipynb", book("x = 1", "x += 1"), "code cell 1: adds to x"),
+        ("00_fine.ipynb", book("x = 1", "x = 2 * x"), "code cell 1: adds to x"),
+        ("00_fine.ipynb", book("xs = [1]", "xs[0] += 1"), "code cell 1: adds to xs"),
+        ("00_fine.ipynb", book("xs = []", "xs.append(1)"), "code cell 1: adds to xs"),
         ("00_fine.ipynb", book("x = '" + "y" * 300_000 + "'"), "bytes"),
         ("00_fine.ipynb", {**book("x"), "metadata": {"kernelspec": {"name": "venv"}}}, "kernel is not python3"),
         ("00_fine.ipynb", {**book("x"), "metadata": {"kernelspec": {"name": "python3"}, "widgets": {}}}, "widget state"),

@@ -1,6 +1,7 @@
 """The README is true: its program runs, its links lead somewhere, its commands are known."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -38,6 +39,29 @@ def test_the_program_runs(tmp_path):
     done = subprocess.run([sys.executable, "readme.py"], cwd=tmp_path, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]] 256 True"
+
+
+def untested(text, system="", python=""):
+    """Systems in the table that claim a test with no command behind it, or that are not the `system` and `python` that it has."""
+    table = text[text.index("## Where it is tested") :].split("\n\n")[1]
+    said = []
+    for where, versions, what in ([cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]):
+        if re.search("not tested|do not run|no longer", what, flags=re.IGNORECASE):
+            continue
+        commands = re.findall(r"`([^`]+)`", what)
+        elsewhere = system and not (where.startswith(system) and versions == python)
+        if elsewhere or not commands or not all((ROOT / name).is_file() for name in commands):
+            said.append(where)
+    return said
+
+
+def test_a07_no_system_is_said_to_be_tested_that_is_not():
+    """What is claimed names the command that tests it; where that command runs, it is this system and this Python."""
+    here = (platform.system(), f"{sys.version_info.major}.{sys.version_info.minor}") if "CI" in os.environ else ("", "")
+    assert untested(TEXT, *here) == []
+    spoilt = TEXT.replace("written for, not tested", "everything"), TEXT.replace("(`.ci/run`)", "(`.ci/none`)")
+    assert [len(untested(text, *here)) for text in spoilt] == [1, 1]
+    assert untested(TEXT, "Darwin", "3.11") and untested(TEXT, "Linux", "3.9")
 
 
 @pytest.mark.parametrize("words", sorted({words.strip() for words in re.findall(r"fourwalls\.bench (\S[^`\n#]*)", TEXT)}))

@@ -29,6 +29,14 @@ def test_rows_of_int8():
         list(bench_int8.rows(SimpleNamespace(pairs=2, algorithms=["fast"])))
 
 
+def test_f08_small_and_thin_layers_are_measured_too_and_the_product_apart_from_the_conversions():
+    """Batches of 200 and of 1 from 100 to 60,000, and 1 x 64 x 32: where int8 cannot win must be seen, and why."""
+    assert {(200, 100, 60000), (1, 100, 60000), (1, 64, 32)} <= set(bench_int8.SHAPES)
+    assert {"product", "blocks", "fake"} <= set(bench_int8.FORMS) and "loses" in bench_int8.describe
+    rows = list(bench.load("int8").rows(SimpleNamespace(pairs=2, algorithms=["product", "fake"]), shapes=((1, 64, 32),), tried=1))
+    assert [row.case["form"] for row in rows[1:]] == ["product", "fake"] and all(row.peer == "fp32 linear" for row in rows[1:])
+
+
 @pytest.mark.parametrize("form", bench_int8.FORMS)
 def test_a_wrong_result_is_not_ok(form):
     case = bench_int8.Case(5, 40, 7)

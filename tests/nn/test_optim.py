@@ -96,6 +96,12 @@ def test_state_is_explicit_and_can_be_saved():
         Adam(params[:2]).load_state_dict(saved)
     with pytest.raises(ValueError, match="shape"):
         Adam(params[::-1]).load_state_dict(saved)
+    assert saved["state"][0]["step"] == 3 and adam.state[params[0]]["step"] == 4  # what was saved stays what it was
+    assert not torch.equal(saved["state"][0]["m"], adam.state[params[0]]["m"])
+    theirs = torch.optim.AdamW(params).state_dict()
+    for other, state in ((SGD(params, momentum=0.9), saved), (Adam(params), theirs)):  # it would go on without what it needs
+        with pytest.raises(ValueError, match="another optimiser's: its options are .*'betas'"):
+            other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("largest", [0.5, 1e6])

@@ -55,6 +55,9 @@ def test_the_last_rows_are_split_or_dropped():
     with pytest.raises(ValueError, match="a batch of 3 rows on 4 ranks leaves 1 without any; nearest legal: 4 rows, or 3 ranks"):
         own_part(torch.zeros(3), 0, 4)
     assert [len(own_part(torch.zeros(3), r, 4, empty=True)) for r in range(4)] == [1, 1, 1, 0]
+    for rank in (-1, 4):  # a negative one would be given another rank's rows
+        with pytest.raises(ValueError, match="ranks are 0 to 3"):
+            own_part(torch.zeros(8), rank, 4)
 
 
 def builds_a_loader(comm):
@@ -218,6 +221,16 @@ def test_synchronised_batch_norm_is_one_devices():
     local = simulate(normed, [x[:4], x[4:]], False).values
     said = explain_difference(local[0][1], want, bound=1e-12, world_size=2)
     assert "differ from one device's" in said and "exactly" not in said  # no factor mends it
+
+
+def test_batch_norm_of_16_bits_sums_in_32():
+    """3,000 rows of values near 100: their sum is beyond fp16, and so is the sum of their squares."""
+    x = (torch.randn(3000, 2, generator=torch.Generator().manual_seed(0)) + 100).half()
+    layer = BatchNorm(2, dtype=torch.float16)
+    y, want = layer(x), torch.nn.functional.batch_norm(x.float(), None, None, training=True)
+    assert y.dtype == torch.float16 and (y.float() - want).abs().max() <= 2**-10 * want.abs().max()
+    assert (layer.running_mean.float() - x.float().mean(0) / 10).abs().max() <= 2**-10 * 10
+    assert layer.running_var.isfinite().all()
 
 
 def test_buffers_are_the_first_ranks_or_averaged_or_local():

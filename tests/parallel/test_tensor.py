@@ -178,6 +178,12 @@ def test_clipping_counts_each_parameter_once(t):
         assert all(torch.allclose(clipped[n], g * 0.3 / (norm + 1e-6), rtol=1e-12) for n, g in gradients.items())
 
 
+@pytest.mark.parametrize("largest", [-1.0, math.nan])
+def test_a_norm_to_clip_to_is_a_number_of_at_least_0(largest):
+    with pytest.raises(fw.RankError, match="the largest norm is a number of at least 0"):
+        fw.simulate(lambda comm: clip_(ColumnLinear(comm, 1, 2), comm, largest), ranks=2, cluster=NETWORK)
+
+
 def two_shards(comm):
     """Trial c31: rank norms 3 and 4."""
     layer = ColumnLinear(comm, 1, 2, bias=False)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -448,6 +449,43 @@ def test_trace_counts_bytes_and_marks_waits_and_pacing():
 def test_a29_running_twice_is_the_same():
     program = lambda comm: torch.rand(2).tolist()  # noqa: E731
     assert fw.run(program, ranks=2).values == fw.run(program, ranks=2).values
+
+
+def test_a04_a05_a_driver_that_the_caller_has_started_does_not_matter(monkeypatch):
+    """A module that belongs to the process that loaded it, as a driver's binding does, and a torch that has started CUDA: ranks
+    are no forks of the caller, so they meet neither.
+    """
+    driver = types.ModuleType("a_driver_of_the_caller")
+    driver.process = os.getpid()
+    monkeypatch.setitem(sys.modules, driver.__name__, driver)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    look = lambda comm: ("a_driver_of_the_caller" in sys.modules, torch.cuda.is_initialized())  # noqa: E731
+    assert fw.run(look, ranks=2).values == [(False, False)] * 2
+
+
+def leaves_a_mess(comm):
+    drawn = torch.rand(2).tolist()
+    torch.manual_seed(7)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    os.environ["FOURWALLS_TEST_MESS"] = "left"
+    sys.modules["fourwalls_test_mess"] = sys
+    return drawn
+
+
+def finds_a_mess(comm):
+    mess = os.environ.get("FOURWALLS_TEST_MESS"), "fourwalls_test_mess" in sys.modules
+    return torch.rand(2).tolist(), torch.is_grad_enabled(), str(torch.get_default_dtype()), mess
+
+
+def test_a31_what_ran_before_does_not_matter():
+    """Two programs in both orders, the second time after the caller has drawn numbers: the same from each."""
+    found = []
+    for order in ((leaves_a_mess, finds_a_mess), (finds_a_mess, leaves_a_mess)):
+        found.append({program: fw.run(program, ranks=2).values for program in order})
+        torch.rand(1)
+    assert found[0] == found[1]
+    assert [rest for _, *rest in found[0][finds_a_mess]] == [[True, "torch.float32", (None, False)]] * 2
 
 
 def test_world_of_one():

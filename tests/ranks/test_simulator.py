@@ -415,6 +415,19 @@ def test_tags_that_differ_are_said():
         fw.simulate(program, ranks=2)
 
 
+@pytest.mark.parametrize("start", [fw.simulate, fw.run])
+def test_b10_a_batch_of_two_against_a_batch_of_one(start):
+    def program(comm):
+        x, y = torch.ones(1), torch.zeros(1)
+        batch = [comm.isend(x, 1), comm.irecv(y, 1)] if comm.rank == 0 else [comm.irecv(y, 0)]
+        for request in batch:
+            request.wait()
+
+    with pytest.raises(fw.DeadlockError, match="rank 1, which returned without making the matching call") as caught:
+        start(program, ranks=2)
+    assert caught.value.rank == 0 and list(caught.value.waits) == [0]
+
+
 def test_b10_a_receive_that_nobody_sends_and_a_rank_that_left():
     def program(comm):
         if comm.rank == 0:

@@ -71,6 +71,15 @@ def test_bad_input_is_refused_on_ranks(what, words):
         fw.simulate(refused, what, ranks=2, cluster=NETWORK)
 
 
+@pytest.mark.parametrize("largest", [-1.0, math.nan])
+def test_a_norm_to_clip_to_is_a_number_of_at_least_0(largest):
+    def program(comm):
+        Step(SMALL, Mesh(comm, Grid()), build("1f1b", 1, 2), dtype=torch.float64).clip_(largest)
+
+    with pytest.raises(fw.RankError, match="the largest norm is a number of at least 0"):
+        fw.simulate(program, ranks=1, cluster=NETWORK)
+
+
 def test_a_batch_of_which_nothing_counts_is_no_nan():
     def program(comm):
         step = Step(SMALL, Mesh(comm, Grid(d=2)), build("1f1b", 1, 2), dtype=torch.float64, clip=1.0)

@@ -274,6 +274,41 @@ def test_c41_clipping_counts_each_parameter_once(clip):
     assert_as_on_one_device(run, step_on_one(CONFIG, steps=5, clip=clip))
 
 
+def clip_factor(comm, gradients, cut):
+    """What a rank's part of the gradients is multiplied by, and the norm before."""
+    mine = gradients[cut[comm.rank] : cut[comm.rank + 1]]
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in mine]
+    for p, g in zip(parameters, mine, strict=True):
+        p.grad = g.clone()
+    return float(clip_pipeline_(comm, parameters, 0.5)), [p.grad for p in parameters]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_c41_the_clip_factor_of_four_stages_is_that_of_one(dtype):
+    """The same on every rank to the last bit; that of one device within the roundings of the sum, in each dtype."""
+    dice = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(k % 7 + 1, 9, generator=dice, dtype=torch.float64).to(dtype) for k in range(23)]
+    whole = [g.clone() for g in gradients]
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in whole]
+    for p, g in zip(parameters, whole, strict=True):
+        p.grad = g
+    norm = float(clip_(parameters, 0.5))
+    terms, sums = sum(g.numel() for g in gradients), torch.promote_types(dtype, torch.float32)
+    bound = terms * torch.finfo(sums).eps
+    for cut in ((0, 6, 12, 18, 23), (0, 0, 1, 22, 23)):  # a stage may have no parameter
+        values = fw.simulate(clip_factor, gradients, cut, ranks=4, cluster=NETWORK).values
+        assert len({before for before, _ in values}) == 1 and abs(values[0][0] / norm - 1) <= bound
+        for got, want in zip([g for _, part in values for g in part], whole, strict=True):
+            assert ((got.double() - want.double()).abs() <= (bound + torch.finfo(dtype).eps) * want.double().abs()).all()
+
+
+@pytest.mark.parametrize("largest", [-1.0, float("nan")])
+def test_a_norm_to_clip_to_is_a_number_of_at_least_0(largest):
+    """A negative one would turn every gradient round; nan would clip nothing."""
+    with pytest.raises(fw.RankError, match="the largest norm is a number of at least 0"):
+        fw.simulate(lambda comm: clip_pipeline_(comm, [], largest), ranks=2, cluster=NETWORK)
+
+
 def on_real(comm, names, steps):
     results = {}
     for name in names:

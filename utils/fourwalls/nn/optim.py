@@ -104,19 +104,28 @@ class _Optimizer(ABC):
                 self._update(p, self.state[p], group)
 
     def state_dict(self) -> dict:
-        """States by the parameter's place in the groups, and the groups' options: what a checkpoint must hold."""
+        """States by the parameter's place in the groups, and the groups' options: what a checkpoint must hold. Copies: training
+        may go on while they are kept.
+        """
         order = [p for group in self.param_groups for p in group["params"]]
         return {
-            "state": {k: self.state[p] for k, p in enumerate(order) if p in self.state},
+            "state": {k: _copied(self.state[p]) for k, p in enumerate(order) if p in self.state},
             "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups],
         }
 
     def load_state_dict(self, saved: dict) -> None:
-        """Continue from `state_dict()`; tensors are copied. ValueError where places or shapes differ."""
+        """Continue from `state_dict()`; tensors are copied. ValueError where places, shapes or options differ: another kind of
+        optimiser would go on without what it needs.
+        """
         order = [p for group in self.param_groups for p in group["params"]]
         groups, here = len(saved["param_groups"]), len(self.param_groups)
         if groups != here or any(k >= len(order) for k in saved["state"]):
             raise ValueError(f"the saved state is for {groups} groups; here are {here} with {len(order)} parameters")
+        for group, options in zip(self.param_groups, saved["param_groups"], strict=True):
+            theirs, ours = set(options) - {"params"}, set(group) - {"params"}
+            if theirs != ours:
+                here = f"{type(self).__name__} has {sorted(ours)}"
+                raise ValueError(f"the saved state is another optimiser's: its options are {sorted(theirs)}, {here}")
         state = {}
         for k, entry in saved["state"].items():
             for name, value in entry.items():
@@ -124,10 +133,14 @@ class _Optimizer(ABC):
                     raise ValueError(
                         f"saved {name} of parameter {k} has shape {tuple(value.shape)}, the parameter {tuple(order[k].shape)}"
                     )
-            state[order[k]] = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in entry.items()}
+            state[order[k]] = _copied(entry)
         self.state = state
         for group, options in zip(self.param_groups, saved["param_groups"], strict=True):
             group.update(options)
+
+
+def _copied(entry: dict) -> dict:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
 
 
 class Adam(_Optimizer):

@@ -9,6 +9,7 @@ numbers cost 12 bytes beside the 2 + 2 of the weight and its gradient: as much a
 Reference: Micikevicius et al. 2018 (arXiv:1710.03740), section 3.1; Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -101,7 +102,7 @@ class MasterWeights:
         """The masters (the weights themselves are a rounding of them), the optimiser's state, the scaler's."""
         return {
             "masters": [m.detach().clone() for m in self.masters],
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),  # torch's hands out its own tensors
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 

@@ -37,13 +37,14 @@ class BatchNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 2 or x.shape[1] != self.width:
             raise ValueError(f"x is {tuple(x.shape)}; allowed: (batch, {self.width}, ...)")
-        channels = (1, self.width, *(1,) * (x.dim() - 2))
+        given, channels = x.dtype, (1, self.width, *(1,) * (x.dim() - 2))
+        x = x.to(torch.promote_types(given, torch.float32))  # a sum over a batch is beyond fp16, and a count beyond 2048 too
         if self.training:
             mean, var = self._statistics(x, channels)
         else:
             mean, var = self.running_mean, self.running_var
         unit = (x - mean.view(channels)) * torch.rsqrt(var.view(channels) + self.eps)
-        return unit * self.weight.view(channels) + self.bias.view(channels)
+        return (unit * self.weight.view(channels) + self.bias.view(channels)).to(given)
 
     def _statistics(self, x, channels):
         others = [d for d in range(x.dim()) if d != 1]
@@ -55,8 +56,9 @@ class BatchNorm(nn.Module):
         mean = sums[:-1] / count
         var = self._over_ranks((x - mean.view(channels)).square().sum(others)) / count
         with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(var * (count / (count - 1)), self.momentum)
+            kept = self.running_mean.dtype
+            self.running_mean.lerp_(mean.to(kept), self.momentum)
+            self.running_var.lerp_((var * (count / (count - 1))).to(kept), self.momentum)
         return mean, var
 
     def _over_ranks(self, x):

@@ -61,7 +61,11 @@ class Shuffled:
 
 
 def own_part(x: torch.Tensor, rank: int, size: int, *, empty: bool = False) -> torch.Tensor:
-    """Rank's piece of a batch along dim 0; pieces differ by at most one row. ValueError where one gets none (unless `empty`)."""
+    """Rank's piece of a batch along dim 0; pieces differ by at most one row. ValueError where one gets none (unless `empty`), and
+    for a rank that does not exist.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}; ranks are 0 to {size - 1}")
     if len(x) < size and not empty:
         legal = f"nearest legal: {size} rows, or {len(x)} ranks"
         raise ValueError(f"a batch of {len(x)} rows on {size} ranks leaves {size - len(x)} without any; {legal}")

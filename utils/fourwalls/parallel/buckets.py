@@ -23,8 +23,8 @@ BUCKET_BYTES = 25 * 2**20
 class Bucket:
     """Some parameters of one dtype. `flat` holds their gradients side by side, `views` are its pieces in the parameters' shapes.
 
-    index: place in the order in which buckets leave; waiting: names of parameters whose gradient has not come; launched: it has
-    left.
+    index: place in the order in which buckets leave; waiting: names of parameters whose gradient has not come; placed: names of
+    those whose gradient is in its place already; launched: it has left.
     """
 
     index: int
@@ -33,6 +33,7 @@ class Bucket:
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
+    placed: set[str] = field(default_factory=set)
     launched: bool = False
 
     @property
@@ -58,28 +59,39 @@ class Bucket:
     def reset(self) -> None:
         """A new step: all gradients are awaited again."""
         self.waiting, self.launched = set(self.names), False
+        self.placed.clear()
 
     @torch.no_grad()
-    def pack(self, divisor: int = 1) -> None:
-        """Put gradient / divisor of each parameter into its place, 0 where there is none; `p.grad` is that place afterwards.
+    def place(self, i: int, divisor: int = 1) -> None:
+        """Put gradient / divisor of parameter i into its place, 0 where there is none; `p.grad` is that place afterwards.
 
         ValueError for a sparse gradient, by name.
         """
-        for name, p in zip(self.names, self.parameters, strict=True):
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of {name} is sparse, and only dense ones are summed: build its Embedding with sparse=False, "
-                    "or let rows travel alone (parallel.embedding)"
-                )
         self.allocate()
-        for p, view in zip(self.parameters, self.views, strict=True):
-            if p.grad is None:
-                view.zero_()
-            elif divisor != 1:
-                torch.div(p.grad, divisor, out=view)
-            elif p.grad is not view:
-                view.copy_(p.grad)
-            p.grad = view
+        p, view = self.parameters[i], self.views[i]
+        if p.grad is None:
+            view.zero_()
+        elif p.grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {self.names[i]} is sparse, and only dense ones are summed: build its Embedding with "
+                "sparse=False, or let rows travel alone (parallel.embedding)"
+            )
+        elif divisor != 1:
+            torch.div(p.grad, divisor, out=view)
+        elif p.grad is not view:
+            view.copy_(p.grad)
+        p.grad = view
+        self.placed.add(self.names[i])
+
+    def is_placed(self, i: int) -> bool:
+        """Whether the gradient of parameter i stands in its place, divided."""
+        return self.names[i] in self.placed and self.parameters[i].grad is self.views[i]
+
+    def pack(self, divisor: int = 1) -> None:
+        """`place` for every parameter whose gradient is not in its place."""
+        for i in range(len(self.names)):
+            if not self.is_placed(i):
+                self.place(i, divisor)
 
     @torch.no_grad()
     def not_finite(self) -> list[str]:

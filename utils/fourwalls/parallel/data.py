@@ -96,6 +96,7 @@ class DataParallel:
         if native and comm.size != comm.native.get_world_size():
             whole = comm.native.get_world_size()
             raise ValueError(f"all_reduce='native' sums over all {whole} ranks of the run, not over {comm.size}; try 'ring'")
+        self._divisor = comm.size if average == "ranks" else 1  # of each gradient before the sum
         self._same_bits = False  # whether the sum is known to have the same bits on every rank
         if isinstance(all_reduce, str) and not native:
             all_reduce = get_algorithm("all_reduce", all_reduce)
@@ -116,7 +117,7 @@ class DataParallel:
         self._lane = make_lane(comm, native=native, beside=mode == "overlapped")
         if mode == "overlapped":
             self._watch("register_post_accumulate_grad_hook", "_arrived")
-        if comm.size > 1 and (average != "ranks" or comm.checks):
+        if comm.size > 1 and (mode == "overlapped" or average != "ranks" or comm.checks):
             self._watch("register_hook", "_arrives")
 
     # --- the training step ------------------------------------------------------------------------------------------
@@ -232,9 +233,19 @@ class DataParallel:
 
     def _arrives(self, name):
         """A gradient is about to be added to p.grad."""
+        bucket = self._home[name]
+        if name in bucket.placed and not bucket.launched:  # of a second backward: what is there has been divided already
+            self._put_back(bucket, bucket.names.index(name))
         if name in self._left:
             self._left.discard(name)
-            self._check_cleared(name)
+            if self.average != "ranks" or self.comm.checks:
+                self._check_cleared(name)
+
+    @torch.no_grad()
+    def _put_back(self, bucket, place):
+        if bucket.is_placed(place):
+            bucket.views[place].mul_(self._divisor)
+        bucket.placed.discard(bucket.names[place])
 
     def _check_cleared(self, name):
         """Note that the last step's gradient is still in p.grad, and is no zero; where it may not be added to, raise."""
@@ -262,6 +273,7 @@ class DataParallel:
         if not self._sync:
             return
         bucket.waiting.discard(name)
+        bucket.place(bucket.names.index(name), self._divisor)  # now, while it is in the cache
         for bucket in self.buckets:  # all ranks must send in one order, whichever bucket is full first here
             if bucket.waiting:
                 break
@@ -269,7 +281,7 @@ class DataParallel:
                 self._launch(bucket)
 
     def _launch(self, bucket):
-        bucket.pack(self.comm.size if self.average == "ranks" else 1)
+        bucket.pack(self._divisor)
         if self.finite and (names := bucket.not_finite()):
             more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
             where = f"rank {self.comm.rank}, step {self._steps}: nan or inf in the gradient of {names[0]}{more}"

@@ -19,6 +19,7 @@ from torch import nn
 from ..collectives import ring
 from ..cost.shape import nearest_multiples
 from ..nn.init import draw
+from ..nn.optim import check_largest
 from ..ranks.comm import Comm
 
 __all__ = [
@@ -169,8 +170,9 @@ def global_norm(model: nn.Module, comm: Comm, *, order: float = 2.0) -> torch.Te
 @torch.no_grad()
 def clip_(model: nn.Module, comm: Comm, largest: float, *, order: float = 2.0) -> torch.Tensor:
     """Scale all gradients together so that their global norm is at most `largest`; returns the norm before. The same on all
-    ranks, and the same as `nn.optim.clip_` on one device.
+    ranks, and the same as `nn.optim.clip_` on one device; ValueError as there.
     """
+    check_largest(largest)
     norm = global_norm(model, comm, order=order)
     scale = (largest / (norm + 1e-6)).clamp(max=1.0)
     for g, _ in _gradients(model):

@@ -19,7 +19,7 @@ from torch import nn
 from ..collectives import ring
 from ..nn.gpt import GPTConfig
 from ..nn.init import name_seed
-from ..nn.optim import Adam, global_norm
+from ..nn.optim import Adam, check_largest, global_norm
 from ..parallel.data import DataParallel
 from ..parallel.mesh import Grid, Mesh, split_into
 from ..parallel.pipeline.actions import microbatches_of, placement, stages_of
@@ -170,6 +170,7 @@ class Step:
     @torch.no_grad()
     def clip_(self, largest: float) -> torch.Tensor:
         """Scale all gradients together so that their norm is at most `largest`; returns the norm before. As `nn.optim.clip_`."""
+        check_largest(largest)
         norm = self.norm()
         if not bool(torch.isfinite(norm)):
             raise ValueError(f"step {self.steps}: the norm of the gradients is {float(norm)}; look for the first nan or inf")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ...collectives import ring
-from ...nn.optim import global_norm
+from ...nn.optim import check_largest, global_norm
 from ...ranks.comm import Comm
 
 __all__ = ["Outcome", "clip_pipeline_", "sum_tied"]
@@ -83,7 +83,9 @@ def clip_pipeline_(
     """Scale all gradients so that their norm over all ranks is at most `largest`; returns the norm before (on all ranks).
 
     parameters: this rank's; also: those that are scaled but not counted, the second copy of a tied one. Every rank must call it.
+    ValueError unless `largest` is at least 0, as `nn.optim.clip_`, and for a norm that is not finite.
     """
+    check_largest(largest)
     parameters, also = list(parameters), list(also)
     norm = global_norm([p.grad for p in parameters if p.grad is not None], comm=comm)
     if not bool(torch.isfinite(norm)):
