@@ -1,6 +1,7 @@
 """The simulator: values are real, time is exact, order is deterministic, and nothing hangs."""
 
 import _thread
+import contextlib
 import random
 import threading
 import time
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 import fourwalls as fw
+from fourwalls.collectives import ring
 from fourwalls.cost.hardware import Cluster, Device, Link, uniform
+from fourwalls.ranks import simulated
+from fourwalls.ranks.comm import call_site
 from fourwalls.ranks.trace import PS
 
 WIRE = uniform(1e-6, 1e9)  # one microsecond, one nanosecond a byte
@@ -739,6 +743,33 @@ def test_an_error_that_cannot_be_shown():
     with pytest.raises(fw.RankError) as caught:
         fw.simulate(long, ranks=1)
     assert len(str(caught.value)) < 70_000
+
+
+RINGS = [ring.all_reduce, ring.all_reduce_blocking]
+
+
+@pytest.mark.parametrize("function", RINGS)
+def test_a_ring_looks_for_the_learners_line_once(function, monkeypatch):
+    asked = []
+    monkeypatch.setattr(simulated, "call_site", lambda depth: asked.append(depth) or call_site(depth + 1))
+    fw.simulate(lambda comm: function(comm, torch.ones(64)).sum().item(), ranks=8)
+    assert len(asked) == 2 * 8  # for its statement (agree) and for its 28 messages
+    asked.clear()
+    fw.simulate(lambda comm: function(comm, torch.ones(64)).sum().item(), ranks=8, checks=False)
+    assert not asked
+
+
+@pytest.mark.parametrize("function", RINGS)
+def test_a_ring_that_has_failed_does_not_lend_its_line_to_what_comes_after(function):
+    def program(comm):
+        comm.agree = lambda call: None  # it would refuse the call before any message
+        with contextlib.suppress(fw.MismatchError):
+            function(comm, torch.ones(4, dtype=torch.float64 if comm.rank else torch.float32))  # in the ring
+        comm.recv(torch.zeros(1), 1 - comm.rank)  # after the ring
+
+    with pytest.raises(fw.DeadlockError) as caught:
+        fw.simulate(program, ranks=2)
+    assert str(caught.value).count("# in the ring") == str(caught.value).count("# after the ring") == 1
 
 
 def two_receives(comm, kind):

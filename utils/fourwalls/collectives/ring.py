@@ -85,13 +85,15 @@ def all_reduce_blocking(comm: Comm, x: torch.Tensor, *, op: str = "sum", out: to
     flat, n = working_copy(x, out), comm.size
     chunks, right, left = cut(flat, n), (comm.rank + 1) % n, (comm.rank - 1) % n
     scratch = torch.empty_like(chunks[0])
-    for step in range(n - 1):
-        give, take = chunks[(comm.rank - 1 - step) % n], chunks[(comm.rank - 2 - step) % n]
-        arrived = comm.exchange(give, right, scratch[: take.numel()], left)
-        combine(comm, reduction, take, arrived)
-    reduction.finish(chunks[comm.rank], n)
-    for step in range(n - 1):
-        comm.exchange(chunks[(comm.rank - step) % n], right, chunks[(comm.rank - 1 - step) % n], left)
+    with comm.one_call():
+        for step in range(n - 1):
+            give, take = chunks[(comm.rank - 1 - step) % n], chunks[(comm.rank - 2 - step) % n]
+            place = scratch if take.numel() == scratch.numel() else scratch[: take.numel()]  # a view takes as long as a copy
+            arrived = comm.exchange(give, right, place, left)
+            combine(comm, reduction, take, arrived)
+        reduction.finish(chunks[comm.rank], n)
+        for step in range(n - 1):
+            comm.exchange(chunks[(comm.rank - step) % n], right, chunks[(comm.rank - 1 - step) % n], left)
     return finish(flat, x.shape, out)
 
 
@@ -164,7 +166,7 @@ def _circulate(comm, chunks, first, adding, placing, reduction, count):
     pieces = [segments(chunk, count) for chunk in chunks]
     arrivals = [(s, (first - s - 1) % n, k) for s in range(steps) for k in range(count)]
     ahead = min(AHEAD, (adding or placing) * count)
-    with scratch(comm, pieces[0][0], ahead if adding else 0) as room:
+    with comm.one_call(), scratch(comm, pieces[0][0], ahead if adding else 0) as room:
         _go_round(comm, pieces, first % n, arrivals, adding, steps, ahead, reduction, room)
 
 
@@ -172,12 +174,15 @@ def _go_round(comm, pieces, first, arrivals, adding, steps, ahead, reduction, ro
     n = comm.size
     right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
     leaving = {}  # (chunk, segment) -> the send that still reads it
+    full = pieces[0][0].numel()  # of a place in `room`: the first piece is the largest
 
     def post(i):
         """Begin the receive of arrival i: into scratch if it will be added, else straight into its place."""
         step, c, k = arrivals[i]
         if step < adding:
-            target = room[i % ahead][: pieces[c][k].numel()]
+            target, needed = room[i % ahead], pieces[c][k].numel()
+            if needed < full:
+                target = target[:needed]
         else:
             target = pieces[c][k]
             if (c, k) in leaving:  # our partial sum must have left this place; it has, long ago, so this hardly ever waits
@@ -209,7 +214,7 @@ def _pass_on(comm, flat, place, reduction, segment_bytes):
     """
     pieces = segments(flat, segment_count(flat.numel(), flat.element_size(), 1, segment_bytes))
     ahead = min(AHEAD, len(pieces)) if place > 0 else 0
-    with scratch(comm, pieces[0], ahead if reduction else 0) as room:
+    with comm.one_call(), scratch(comm, pieces[0], ahead if reduction else 0) as room:
         _relay(comm, pieces, place, ahead, reduction, room)
 
 

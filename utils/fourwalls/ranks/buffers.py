@@ -30,8 +30,8 @@ def overlaps(x: torch.Tensor) -> bool:
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `a` and `b` have a byte in common. Two columns of one matrix do not, though they lie between each other."""
     if a.is_contiguous() and b.is_contiguous():  # the usual case, asked for every exchange
-        a_start, b_start = a.data_ptr(), b.data_ptr()
-        return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes and a.nbytes > 0 < b.nbytes
+        a_start, b_start, a_bytes, b_bytes = a.data_ptr(), b.data_ptr(), a.nbytes, b.nbytes
+        return a_start < b_start + b_bytes and b_start < a_start + a_bytes and a_bytes > 0 < b_bytes
     (a_start, a_end), (b_start, b_end) = reach(a), reach(b)
     if a_end <= b_start or b_end <= a_start:
         return False

@@ -12,7 +12,7 @@ Reference: the MPI standard, chapter "Point-to-Point Communication".
 import sys
 import threading
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -88,7 +88,9 @@ class Call:
         return f"{self.op}({', '.join(inside)}){where}"
 
 
-_INSIDE: dict = {}  # code object -> whether it belongs to this package; a cache of a pure question
+# id of a code object -> (that object, whether it belongs to this package): a cache of a pure question, asked for each frame above
+# each message. By id, since to hash a code object is to go through all its constants; the entry keeps it, so no other gets its id
+_INSIDE: dict[int, tuple] = {}
 BESIDE: dict = {}  # thread that works beside a rank's program -> the learner's line that it works for
 
 
@@ -97,11 +99,11 @@ def call_site(depth: int = 1) -> tuple:
     frame = first = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
-        inside = _INSIDE.get(code)
-        if inside is None:
+        known = _INSIDE.get(id(code))
+        if known is None:
             name = frame.f_globals.get("__name__", "").partition(".")[0]
-            inside = _INSIDE[code] = name in ("fourwalls", "threading", "torch")  # torch: backward calls us
-        if not inside:
+            known = _INSIDE[id(code)] = code, name in ("fourwalls", "threading", "torch")  # torch: backward calls us
+        if not known[1]:
             return code, frame.f_lineno
         frame = frame.f_back
     return BESIDE.get(threading.get_ident()) or (first.f_code, first.f_lineno)
@@ -177,6 +179,13 @@ class Comm(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> "Comm | None":
         """Make one communicator for each `color`, ranks in order of (key, rank). Every rank must call it; None: in no group."""
+
+    def one_call(self) -> AbstractContextManager:
+        """`with comm.one_call():` all that a collective sends inside belongs to the one call that the learner made.
+
+        A transport that notes the learner's line for every message then looks it up once; the others do nothing.
+        """
+        return nullcontext()
 
     def agree(self, call: tuple) -> None:  # noqa: B027
         """Checked mode of collectives: raise MismatchError, which says who says what, unless the k-th `call` of all ranks is

@@ -26,6 +26,16 @@ UNWINDINGS = 100  # times a rank may be told that the run is over: `finally` blo
 _READY, _RUNNING, _BLOCKED, _DONE = range(4)
 
 
+def _wake_gently() -> None:
+    """This thread, when it is woken, does not push aside the one that wakes it: that one still holds the interpreter's lock, so
+    the core would only go there and back. What runs is the same without it, with up to one switch more a hand-over.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except (AttributeError, OSError):  # not on this platform, or not allowed
+        pass
+
+
 class Released(BaseException):
     """Raised inside a rank that is let go because another rank failed. Not an Exception: `except Exception` must not stop it."""
 
@@ -33,10 +43,11 @@ class Released(BaseException):
 class Channel:
     """Messages from one rank to another with one tag, first posted first matched."""
 
-    __slots__ = ("dst", "open", "receives", "sends", "src")
+    __slots__ = ("dst", "nbytes", "open", "receives", "sends", "src", "takes")
 
     def __init__(self, src: int, dst: int):
         self.src, self.dst = src, dst
+        self.nbytes, self.takes = -1, 0  # of its last message: mostly the next one is as large
         self.sends: deque = deque()
         self.receives: deque = deque()
         self.open = [0, 0]  # sends, receives posted and not yet delivered
@@ -55,7 +66,7 @@ class Message:
 class Scheduler:
     """Clocks, threads and ports of one simulation.
 
-    cost(src, dst, nbytes) -> picoseconds;  ports(src, dst) -> names of further ports that the message holds;
+    cost(src, dst, nbytes) -> picoseconds, always the same;  ports(src, dst) -> names of further ports that the message holds;
     deliver(message) moves the data and records it;  in_order: deliver strictly by time (a watcher needs it; else only ports do).
     """
 
@@ -139,17 +150,23 @@ class Scheduler:
 
     def _commit(self, message: Message) -> None:
         channel = message.channel
-        src, dst = channel.src, channel.dst
-        start = max(message.ready, self._out_free[src], self._in_free[dst])
+        src, dst, out_free, in_free = channel.src, channel.dst, self._out_free, self._in_free
+        send, receive, start = message.send, message.receive, message.ready
+        if out_free[src] > start:  # max() would take longer
+            start = out_free[src]
+        if in_free[dst] > start:
+            start = in_free[dst]
+        if send.nbytes != channel.nbytes:
+            channel.nbytes, channel.takes = send.nbytes, self._cost(src, dst, send.nbytes)
         if self._ports is None:
-            end = start + self._cost(src, dst, message.send.nbytes)
+            end = start + channel.takes
         else:
             more = self._ports(src, dst)
             start = max(start, *(self._port_free.get(p, 0) for p in more)) if more else start
-            end = start + self._cost(src, dst, message.send.nbytes)
+            end = start + channel.takes
             for port in more:
                 self._port_free[port] = end
-        self._out_free[src] = self._in_free[dst] = end
+        out_free[src] = in_free[dst] = end
         message.start, message.end = start, end
         is_open = channel.open
         is_open[0] -= 1
@@ -159,7 +176,6 @@ class Scheduler:
         if not is_open[1]:
             self._in_open[dst] -= 1
         self._deliver(message)
-        send, receive = message.send, message.receive
         send.done_at = receive.done_at = end
         if self.blocked_on[src] is send:
             self._wake(src, end)
@@ -256,6 +272,7 @@ class Scheduler:
         def body(rank):
             if cpu is not None:
                 os.sched_setaffinity(0, {cpu})
+                _wake_gently()
             try:
                 program(rank)
                 self.returned[rank] = True

@@ -66,6 +66,21 @@ class _Post(Request):
         return Call(comm._me, self.op, comm._members[self.peer], tag, self.tensor.shape, self.tensor.dtype, self.site)
 
 
+class _OneCall:
+    """While it is open, every message of `comm` is noted with `site`: to find that anew takes as long as to copy 4 KiB."""
+
+    __slots__ = ("comm", "outer", "site")
+
+    def __init__(self, comm, site):
+        self.comm, self.site = comm, site
+
+    def __enter__(self):
+        self.outer, self.comm._site = self.comm._site, self.site
+
+    def __exit__(self, *error):
+        self.comm._site = self.outer
+
+
 _TENSOR, _STRIDED = torch.Tensor, torch.strided  # looked up for every message
 _POLL = PS // 10**6  # asking whether a message is done takes a microsecond
 
@@ -81,8 +96,9 @@ class SimulatedComm(Comm):
         self.device, self.seed, self.checks = torch.device("cpu"), world.seed, world.checks
         self.records_work = world.cluster.device is not None or world.clock_kind != "stated"
         self._splits, self._channels, self._statements, self._thread = 0, {}, 0, get_ident()
-        self._scheduler = world.scheduler
-        self._clock = world.scheduler.clock
+        self._scheduler, self._clock = world.scheduler, world.scheduler.clock
+        self._open, self._receiving = world.open[me], world.receiving[me]
+        self._site = None  # the learner's line, while a collective says that all it sends belongs to one call
 
     # --- messages --------------------------------------------------------------------------------------------------
     def isend(self, x, to, tag=0):
@@ -126,62 +142,64 @@ class SimulatedComm(Comm):
             )
         if world.lazy_clock is not None:
             world.lazy_clock(me)
+        checks, contiguous, nbytes = self.checks, x.is_contiguous(), x.nbytes  # asked once: torch takes long to answer
         post = _Post()
         post.comm, post.tensor, post.peer, post.tag, post.sending, post.op, post.finished = self, x, peer, tag, sending, op, False
         post.done_at = post.message = post.payload = None
-        post.time, post.nbytes = self._clock[me], x.nbytes
-        post.site = call_site(3) if self.checks else None
+        post.time, post.nbytes = self._clock[me], nbytes
+        post.site = (self._site or call_site(3)) if checks else None
         if sending:
-            if self.checks:
+            if checks:
                 post.payload = x.detach().clone() if x.requires_grad else x.clone()  # what was given now is what travels
                 post.version = None if x.is_inference() else x._version  # torch counts writes, except in inference mode
             else:
                 post.payload = x.detach()
-        elif not x.is_contiguous() and overlaps(x):
+        elif not contiguous and overlaps(x):
             raise ValueError(f"rank {self.rank}: receive into an expanded tensor, whose elements share memory; try torch.empty")
         channel = self._channels.get((peer, tag, sending))
         if channel is None:
             src, dst = (me, self._members[peer]) if sending else (self._members[peer], me)
             channel = self._channels[peer, tag, sending] = self._scheduler.channel((src, dst, self._context, tag), src, dst)
-        if self.checks and x.is_cpu and x.__class__ is _TENSOR and peer != self.rank:
-            self._refuse_shared(post, world.receiving[me])
-        world.open[me][post] = None
+        receiving = self._receiving
+        if checks and (receiving or not sending) and peer != self.rank and x.is_cpu and x.__class__ is _TENSOR:
+            # a receive that is not done yet must not touch the same bytes: real ranks refuse that too
+            start = x.data_ptr()
+            start, end = (start, start + nbytes) if contiguous else reach(x)
+            for other, (first, last) in receiving.items():
+                if start < last and first < end and share_memory(x, other.tensor):
+                    raise MismatchError(explain_shared(other.call, post.call), rank=me)
+            if not sending:
+                receiving[post] = start, end
+        self._open[post] = None
         message = self._scheduler.post(channel, post, sending)
         if message is not None:
-            a, b = message.send.tensor, message.receive.tensor
-            if a.shape != b.shape or a.dtype != b.dtype:
+            other = message.receive.tensor if sending else message.send.tensor
+            if x.shape != other.shape or x.dtype != other.dtype:
                 self._mismatch(message.send, message.receive)
             self._scheduler.matched(message)
         return post
-
-    def _refuse_shared(self, post, receiving):
-        """Raise MismatchError if a receive that is not done yet touches the same bytes: real ranks refuse that too."""
-        x = post.tensor
-        start, end = (x.data_ptr(), x.data_ptr() + x.nbytes) if x.is_contiguous() else reach(x)
-        for other, (first, last) in receiving.items():
-            if start < last and first < end and share_memory(x, other.tensor):
-                raise MismatchError(explain_shared(other.call, post.call), rank=self._me)
-        if not post.sending:
-            receiving[post] = start, end
 
     def _mismatch(self, send, receive):
         raise MismatchError(explain_mismatch(send.call, receive.call), rank=self._me)
 
     def _finish(self, post):
-        me = self._me
-        if self._world.lazy_clock is not None:
-            self._world.lazy_clock(me)
-        before = self._clock[me]
-        self._scheduler.wait(me, post)
-        after = self._clock[me]
-        if after > before and me not in self._world.aside:
+        world, me = self._world, self._me
+        if world.lazy_clock is not None:
+            world.lazy_clock(me)
+        clock, scheduler = self._clock, self._scheduler
+        before, done_at = clock[me], post.done_at
+        if done_at is None or scheduler.stopping:
+            scheduler.wait(me, post)
+        elif done_at > before:  # as wait() does; most messages have arrived before anybody asks
+            clock[me] = done_at
+        after = clock[me]
+        if after > before and me not in world.aside:
             name = "wait to send" if post.sending else "wait to receive"
-            self._world.events[me].append(
+            world.events[me].append(
                 (me, "compute", "wait", name, before, after, 0, self._members[post.peer], None, None, "modelled")
             )
         post.finished = True
-        self._world.open[me].pop(post, None)
-        self._world.receiving[me].pop(post, None)
+        self._open.pop(post, None)
         if post.sending:
             if (
                 self.checks
@@ -191,6 +209,7 @@ class SimulatedComm(Comm):
             ):
                 raise MismatchError(f"the buffer of an isend was changed before its wait()\n  {describe(post.call)}", rank=me)
         else:
+            self._receiving.pop(post, None)
             x = post.tensor
             if x.is_inference():
                 with torch.inference_mode():
@@ -215,6 +234,9 @@ class SimulatedComm(Comm):
         return SimulatedComm(
             self._world, self._me, tuple(self._members[r] for r in members), (*self._context, self._splits, color)
         )
+
+    def one_call(self):
+        return _OneCall(self, self._site or call_site(2)) if self.checks else nullcontext()
 
     def agree(self, call):
         self._statements += 1
