@@ -1,4 +1,7 @@
-"""A JupyterLab of its own, over cleared copies of the notebooks, and a headless Chromium; both end with the tests."""
+"""A JupyterLab of its own, over cleared copies of the notebooks, and a headless Chromium; both end with the tests.
+
+Two processes take one test after the other, so those that are long begin first: none is left to run alone at the end.
+"""
 
 import json
 import os
@@ -25,6 +28,15 @@ SETTINGS = {
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
 }
+
+
+LONG = ("test_notebooks", "test_labs", "test_learner", "test_harness")  # files by the time that one test of them takes
+
+
+def pytest_collection_modifyitems(items):
+    """The long tests first; the others, and those of other folders, stay as they are."""
+    length = {f"{stem}.py": len(LONG) - k for k, stem in enumerate(LONG)}
+    items.sort(key=lambda item: -length.get(item.path.name, 0) if item.path.parent == Path(__file__).parent else 0)
 
 
 @dataclass

@@ -38,6 +38,9 @@ elif words[:3] == ["-m", "pip", "install"]:
     time.sleep(behave.get("seconds", 0))
     print(behave.get("says", "Installing collected packages: a, b"))
     sys.exit(behave.get("exit", 0))
+elif words[:2] == ["-m", "compileall"]:
+    with open(root / "pip.log", "a") as log:
+        log.write(json.dumps([["compileall"], None]) + "\\n")
 elif "sys.version_info" in words[-1]:
     print(behave.get("version", "{major} {minor} True"))
 elif "torch.version.cuda" in words[-1]:
@@ -70,11 +73,17 @@ def root(tmp_path, monkeypatch):
 
 
 def asked(root):
-    """What pip was asked for: [(words, constraint)], options that are always there left out. Empties the log."""
+    """What pip was asked for: [(words, constraint)], options that are always there left out. Empties the log.
+
+    All is compiled once, after the last of them.
+    """
     log = root / "pip.log"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     log.unlink(missing_ok=True)
-    always = ["--no-input", "--disable-pip-version-check", "--retries", "2", "--progress-bar", "off"]
+    compiled = [words == ["compileall"] for words, _ in rows]
+    assert [False, *("--editable" in words for words, _ in rows)] == [*compiled, False]  # behind the library, and only there
+    rows = [row for row in rows if row[0] != ["compileall"]]
+    always = ["--no-input", "--disable-pip-version-check", "--retries", "2", "--no-compile", "--progress-bar", "off"]
     assert all(words[: len(always)] == always for words, _ in rows)
     cut = [[word for word in words[len(always) :] if not word.endswith("torch.txt")] for words, _ in rows]
     return [(words, row[1]) for words, row in zip(cut, rows, strict=True)]
@@ -103,6 +112,16 @@ def test_torch_comes_first_then_the_rest_holds_it_fast_then_the_library(root, ca
     overrides = json.loads((root / ".venv/share/jupyter/lab/settings/overrides.json").read_text())
     assert overrides["@jupyterlab/apputils-extension:notification"] == {"fetchNews": "false", "checkForUpdates": False}
     assert (root / ".venv/setup.log").read_text().count("$ ") == 3
+
+
+def test_all_is_compiled_but_tests_and_what_is_no_python_stops_nothing(tmp_path):
+    venv = tmp_path / "tests" / ".venv"  # only below .venv is a folder of that name left out
+    for name, text in {"a/b.py": "x = 1", "a/broken.py": "print 1", "a/tests/c.py": "y = 2"}.items():
+        (venv / name).parent.mkdir(parents=True, exist_ok=True)
+        (venv / name).write_text(text)
+    install._compile(Path(sys.executable), venv, dict(os.environ), tmp_path / "log")
+    assert [path.name.partition(".")[0] for path in venv.rglob("*.pyc")] == ["b"]
+    assert "broken.py" in (tmp_path / "log").read_text()
 
 
 def test_the_second_time_is_silent_and_quick(root, capsys):

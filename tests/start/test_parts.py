@@ -32,7 +32,7 @@ def test_each_part_runs_what_it_says():
 
 
 def test_two_processes_only_where_there_are_two_cores():
-    for part in ("unit", "notebooks"):
+    for part in ("unit", "notebooks", "browser"):
         assert after(parts.command_of(part, ROOT, 2, []), "-n") == "2"
         assert "-n" not in parts.command_of(part, ROOT, 1, [])
 
@@ -41,7 +41,9 @@ def test_each_of_two_processes_gets_half_of_the_cores():
     assert [parts.threads_of("unit", cores, {}) for cores in (1, 2, 3, 8)] == [
         {}, *({"OMP_NUM_THREADS": str(threads)} for threads in (1, 1, 4)),
     ]  # fmt: skip
-    assert not parts.threads_of("notebooks", 2, {}) and not parts.threads_of("browser", 2, {})
+    assert {part: len(parts.threads_of(part, 2, {})) for part in parts.PARTS} == {
+        "lint": 0, "imports": 0, "unit": 1, "notebooks": 1, "browser": 1,
+    }  # fmt: skip
     assert parts.threads_of("unit", 2, {"OMP_NUM_THREADS": "3"}) == {}
 
 

@@ -2,15 +2,18 @@
 
     lint        ruff, in the notebooks too
     imports     which package may import which
-    unit        everything below tests/ that needs no browser, on as many processes as there are cores, at most two
+    unit        everything below tests/ that needs no browser
     notebooks   every notebook run from top to bottom and compared with what is committed (nbval, strict)
     browser     every notebook in JupyterLab in a headless Chromium
+
+The last three run in two processes where there are two cores; those of the browser have a JupyterLab and a Chromium each.
 
     exit code = 0  <=>  no part failed        (a part that cannot run is not counted as passed, and says so)
     threads of torch in each of the two processes  =  cores / 2
 
 Two processes that each think both cores their own wait for each other's threads by spinning: the one-device sides of the tests,
-small tensors all, took up to seven times the processor time. Ranks set their own number of threads whatever is said here.
+small tensors all, took up to seven times the processor time. Ranks set their own number of threads whatever is said here. What
+notebooks print must not hang on it: their committed output, made with all cores, is compared with what half of them print.
 
 Reference: pytest documentation, "Exit codes"; nbval documentation; OpenMP API 5.2, OMP_NUM_THREADS.
 """
@@ -35,7 +38,7 @@ from .progress import running
 __all__ = ["PARTS", "Result", "command_of", "count", "run_parts", "threads_of"]
 
 PARTS = ("lint", "imports", "unit", "notebooks", "browser")
-SPREAD = ("unit",)  # two processes that share the cores; notebooks print digits that were made with all of them
+SPREAD = ("unit", "notebooks", "browser")  # two processes that share the cores
 
 
 @dataclass
@@ -77,6 +80,7 @@ def command_of(part: str, root: Path, cores: int, arguments: list[str]) -> list[
         return [python, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
     pytest = [python, "-m", "pytest", "-p", "no:cacheprovider"]
     spread = ["-n", "2", "--dist", "loadfile"] if cores > 1 else []
+    one_by_one = ["-n", "2", "--dist", "load", "--maxschedchunk", "1"] if cores > 1 else []  # few and long: the longest first
     given = any(not word.startswith("-") and (root / word.partition("::")[0]).exists() for word in arguments)
     if part == "imports":
         return [*pytest, "tests/test_imports.py", *arguments]
@@ -86,7 +90,7 @@ def command_of(part: str, root: Path, cores: int, arguments: list[str]) -> list[
     if part == "notebooks":
         nbval = ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=240", "-W", "default"]
         return [*pytest, *spread, *nbval, *([] if given else ["notebooks"]), *arguments]
-    return [*pytest, *([] if given else ["tests/browser"]), *arguments]
+    return [*pytest, *one_by_one, *([] if given else ["tests/browser"]), *arguments]
 
 
 def threads_of(part: str, cores: int, environ: Mapping[str, str]) -> dict[str, str]:

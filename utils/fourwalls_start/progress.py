@@ -100,6 +100,7 @@ def running(command: list[str], **options) -> Iterator[subprocess.Popen]:
 def pip_install(python: Path, arguments: list[str], progress: Progress, env: dict[str, str], log: Path) -> None:
     """`pip install` with the pip of `python`. Raises Stop with pip's trouble in one sentence; all of its words go to `log`."""
     command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--retries", "2"]
+    command += ["--no-compile"]  # set-up does that for all packages together, on all cores
     command += ["--progress-bar", "raw" if _pip_major(python, env) >= 25 else "off", *arguments]
     said = []
     with open(log, "a", encoding="utf-8") as file:

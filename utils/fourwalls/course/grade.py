@@ -78,6 +78,7 @@ def grade_notebook(
     twist: int | None = None,
     reference: bool = False,
     only: str | None = None,
+    until: str = "",
     base: Apart | None = None,
     box=None,
     seconds: float = 600.0,
@@ -85,6 +86,7 @@ def grade_notebook(
 ) -> Graded:
     """Judge every task of `lab` (or `only` that one) on a notebook (as nbformat has it), in at most about `seconds`.
 
+    until: the last check to be tried (Problem.judge), where no more is to be known; a task that is cut short has no points.
     reference: it is our own solution, which may ask for the twist. base: a process of this lab with nothing loaded, to be copied
     for code of our own; else one is started with the options `apart` (paths, wrap). box: where it runs (sandbox.py), which tells
     what was ended from outside and what was left behind.
@@ -100,7 +102,7 @@ def grade_notebook(
             learner.begin()
             for name, problem in problems.items():
                 if only in (None, name):
-                    reports[name], notes[name] = _judged(problem, learner, end, seconds)
+                    reports[name], notes[name] = _judged(problem, learner, end, seconds, until)
         except Failed as failed:
             return Graded({}, learner.errors, str(failed))
         finally:
@@ -108,7 +110,7 @@ def grade_notebook(
         return Graded(reports, learner.errors, notes={name: note for name, note in notes.items() if note})
 
 
-def _judged(problem: Problem, learner: "_Learner", end: float, seconds: float) -> tuple[Report, str]:
+def _judged(problem: Problem, learner: "_Learner", end: float, seconds: float, until: str = "") -> tuple[Report, str]:
     """The Report of one task, in a process that is sound; and what else is to be said."""
     late = f"the {seconds:g} s of this notebook were over"
     if time.monotonic() >= end:
@@ -118,7 +120,7 @@ def _judged(problem: Problem, learner: "_Learner", end: float, seconds: float) -
     except Failed as failed:
         return _not_tried(problem, f"the cells could not be run again: {failed}"), ""
     try:
-        report = problem.judge(learner.apart)
+        report = problem.judge(learner.apart, until=until)
     except Exception as error:  # what the other side says is not to be trusted: nonsense ends this task alone
         learner.end()
         return _not_tried(problem, f"the process with this code talked nonsense ({type(error).__name__})"), learner.news()

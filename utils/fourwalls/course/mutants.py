@@ -84,8 +84,11 @@ def print_table(rows: list[Row]) -> int:
     return 1 if wrong or not rows else 0
 
 
-def rows_of(root: Path, lab: str, path, base: Apart) -> list[Row]:
-    """The rows of one mutant (a file), of "unsolved", or of the reference (None)."""
+def rows_of(root: Path, lab: str, path, base: Apart, *, whole: bool = True) -> list[Row]:
+    """The rows of one mutant (a file), of "unsolved", or of the reference (None).
+
+    whole: all checks are tried; else, of a mutant, none behind the one that it is aimed at. Whether it is caught is the same.
+    """
     notebook = source_of(root, lab)
     if path is None:
         graded = grade_notebook(notebook, lab, twist=TWIST, reference=True, base=base)
@@ -96,7 +99,7 @@ def rows_of(root: Path, lab: str, path, base: Apart) -> list[Row]:
     text = path.read_text(encoding="utf-8")
     task, aim = AIMED.match(text).groups()
     notebook["cells"].append({"cell_type": "code", "metadata": {}, "source": text, "outputs": [], "execution_count": None})
-    graded = grade_notebook(notebook, lab, twist=TWIST, reference=True, only=task, base=base)
+    graded = grade_notebook(notebook, lab, twist=TWIST, reference=True, only=task, until="" if whole else aim, base=base)
     return [_row(lab, path.stem, task, aim, graded)] if task in graded.reports else [_lost(lab, path.stem, graded)]
 
 
