@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fourwalls as fw
+from fourwalls.bench.zero import native_all_gather, native_reduce_scatter
 from fourwalls.collectives import ring
 from fourwalls.collectives.chunks import cut
 from fourwalls.cost.hardware import uniform
@@ -304,14 +305,17 @@ def test_live_bytes(n):
         for stage in (0, 1, 2, 3) if n == 2 else (2, 3):
             run = ranks.run(weighed, stage, stream=False)
             assert [end for end, _, _ in run.values] == [shards(n, stage)] * n, stage
-        for _, peak, gathered in run.values:  # one in use, one on its way here or out, gradients being made: test_zero_units
-            assert gathered == 2 * UNIT
-            assert shards(n) + 2 * UNIT < peak <= shards(n) + 3 * UNIT + rest
+        native = {"reduce_scatter": native_reduce_scatter, "all_gather": native_all_gather}
+        more = [ranks.run(weighed, 3, checks=False, stream=False, **native)] if n == 2 else []
+        for _, peak, gathered in (value for r in [run, *more] for value in r.values):  # test_zero_units: which and when
+            assert gathered == 2 * UNIT  # in forward
+            assert shards(n) + UNIT < peak <= shards(n) + 2 * UNIT + rest
         if n > 2:
             return
-        for end, peak, gathered in ranks.run(weighed, 3, prefetch=False, overlap=False, stream=False).values:
+        for _, peak, gathered in ranks.run(weighed, 3, prefetch="early", stream=False).values:
+            assert gathered == 2 * UNIT and shards(n) + 2 * UNIT < peak <= shards(n) + 3 * UNIT + rest
+        for end, _, gathered in ranks.run(weighed, 3, prefetch=False, overlap=False, stream=False).values:
             assert end == shards(n) and gathered == UNIT
-            assert shards(n) + UNIT < peak <= shards(n) + 2 * UNIT + rest
 
 
 # --- the mutation table: what is wrong, and which check above says so ---------------------------------------------------
@@ -344,7 +348,7 @@ class Hasty(Zero3):
     def _gather(self, unit):
         self._begin_gather(unit)
         for flat in unit.flats:
-            flat.whole.zero_()  # what fresh memory may hold
+            flat.grow().zero_()  # what fresh memory may hold
             flat.show()
 
 

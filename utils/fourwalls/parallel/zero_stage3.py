@@ -1,23 +1,25 @@
 """ZeRO's stage 3, also called fully sharded data parallelism: a rank holds 1/n of the model, and borrows the rest unit by unit.
 
 A unit (a transformer block, say) is gathered just before its forward, and its memory is given back just after; before its
-backward it is gathered again, and as soon as its gradients are complete they are summed into shards and given back too. While
-one unit computes, the next one is already on its way.
+backward it is gathered again, and as soon as its gradients are complete they are summed into shards and given back too.
 
-    parameters and gradients at any time  <=  shards + 3 units        sent in a step = 3 Psi (n-1)/n elements
+    parameters and gradients at any time  <=  shards + 2 units        sent in a step = 3 Psi (n-1)/n elements
 
-At the end of its backward a unit's parameters and its gradients are both there, which makes two; what travels meanwhile comes on
-top. The lane carries one thing at a time, and takes the next unit's memory only when the sum before it has given its own back. So
-by default the most whole units at a time, and what a step of L units waits for (where computing a unit takes longer than either):
+In forward the next unit is already on its way while one computes: two. At the end of its backward a unit's parameters and its
+gradients are both there, which is two already. So by default the next one is asked for when this one has given its own back, and
+travels behind the sum: nothing is hidden there. prefetch="early" asks for it while this one computes, and holds a third. The lane
+carries one thing at a time, and takes the next unit's memory only when the sum before it has given its own back. The most whole
+units at a time, and what a step of L units waits for (where computing a unit takes longer than a gather or a sum):
 
-    options            parameters   gradients   together       waits for
-    default                2            2           3          2 gathers, 1 sum
-    prefetch=False         1            2           2          2 L gathers, L sums
-    overlap=False          2            2           3          2 L gathers, L sums
-    both False             1            2           2          2 L gathers, L sums
+    in backward                parameters   gradients   together       a step waits for
+    default: prefetch="late"       1            2           2          L + 1 gathers, L sums
+    prefetch="early"               2            2           3          2 gathers, 1 sum
+    prefetch=False                 1            2           2          2 L gathers, L sums
+    overlap=False                as above                              2 L gathers, L sums
 
-Two of gradients are there only while they are packed, when the unit's parameters are gone. Without prefetch a gather stands
-behind the last sum, so that sum is waited for too. What is in no unit (tied weights, say) is there all the time, on top.
+In forward it is two of parameters, without prefetch one. Two of gradients are there only while they are packed, when the unit's
+parameters are gone. What is in no unit (tied weights, say) is there all the time, on top; so is a unit with a parameter or an
+input that had no gradient, until backward ends. Torch's first FSDP calls the two ways BACKWARD_POST and BACKWARD_PRE.
 
 Reference: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7.2.2; Zhao et al. 2023 (arXiv:2304.11277) for units, prefetching.
 """
@@ -43,6 +45,8 @@ STATE = (
     "`with zero.gathered():`"
 )
 
+PREFETCH = ("late", "early", True, False)
+
 __all__ = ["Unit", "Zero3", "default_units"]
 
 
@@ -51,6 +55,11 @@ def default_units(model: torch.nn.Module) -> list[torch.nn.Module]:
     if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
         return [m for m in model if any(True for _ in m.parameters())]
     return [unit for child in model.children() for unit in default_units(child)]
+
+
+def _in_backward() -> bool:
+    """Autograd is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Unit:
@@ -83,15 +92,21 @@ class Zero3(Sharded):
     several (tied), belongs to the model as a whole: it is here from the begin of the model's forward to its end, and so in
     backward.
 
-    prefetch: gather the next unit while this one computes. Outside of forward and backward every parameter has shape (0,), and a
-    state_dict or a copy of the model is refused; `full_parameters()` and `with zero.gathered():` give them, `close()` gives them
-    back. Every rank must run the same units in the same order.
+    prefetch: when the next unit is asked for in backward. "late", which True means too: when this one has given its own back.
+    "early": while this one computes, which hides the gather and holds a third unit. (In forward both ask early, since the next
+    one is the second.) False: when it is needed, in forward too. The values and what is sent are the same.
+
+    Outside of forward and backward every parameter has shape (0,), and a state_dict or a copy of the model is refused;
+    `full_parameters()` and `with zero.gathered():` give them, `close()` gives them back. Every rank must run the same units in
+    the same order.
     """
 
     stage = 3
 
-    def __init__(self, model, comm, *, units: Iterable[torch.nn.Module] | None = None, prefetch: bool = True, **options):
-        self.prefetch = prefetch
+    def __init__(self, model, comm, *, units: Iterable[torch.nn.Module] | None = None, prefetch: str | bool = "late", **options):
+        if prefetch not in PREFETCH:
+            raise ValueError(f"prefetch is {prefetch!r}; allowed: 'late' (True means it), 'early' (a unit more), False")
+        self.prefetch = "late" if prefetch is True else prefetch
         self._modules = default_units(model) if units is None else list(units)
         self._running = False
         self._held = 0  # how many `with gathered()` are open
@@ -150,6 +165,8 @@ class Zero3(Sharded):
             for flat in unit.flats:
                 flat.show()
             unit.state = "here"
+            while self._flying and self.prefetch != "early":  # over too, as it was before this in the lane: let go of it
+                self._land()
 
     def _free(self, unit: Unit) -> None:
         if self._held:
@@ -167,6 +184,12 @@ class Zero3(Sharded):
         place = self.units.index(unit) + step
         if self.prefetch and 0 <= place < len(self.units):
             self._begin_gather(self.units[place])
+
+    def _free_the_passed(self, unit: Unit) -> None:
+        """`unit` is next. What was asked for in its stead, and is not used, would be one more."""
+        for other in self.units:
+            if other is not unit and other.state == "coming":
+                self._free(other)
 
     @contextmanager
     def gathered(self) -> Iterator[torch.nn.Module]:
@@ -225,10 +248,12 @@ class Zero3(Sharded):
     # --- forward ---------------------------------------------------------------------------------------------------
     def _before_forward(self, unit, args, kwargs):
         self._check_frozen(unit)
+        if not _in_backward():
+            self._free_the_passed(unit)
         self._gather(unit)
         if unit.waiting is not None:  # recomputed in its own backward (a checkpoint around it): that one minds it
             return None
-        if not self._running:
+        if not _in_backward():  # else it is computed again, by a checkpoint
             self._ahead(unit, 1)
         unit.visit = Visit()
         return self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None
@@ -285,8 +310,12 @@ class Zero3(Sharded):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if unit.waiting is None:
             unit.waiting, unit.visits = set(unit.owed), []
+            self._free_the_passed(unit)
             self._gather(unit)
-            self._ahead(unit, len(self.units) - 1 if unit is self._root else -1)
+            if unit is self._root:
+                self._ahead(unit, len(self.units) - 1)
+            elif self.prefetch == "early" or not unit.owed:  # without gradients it has no second unit yet
+                self._ahead(unit, -1)
         if visit is not None and visit not in unit.visits:
             visit.left = visit.inputs
             unit.visits.append(visit)
@@ -311,6 +340,8 @@ class Zero3(Sharded):
                 if flat.trained:
                     self._launch(flat)
         unit.waiting, unit.visits = None, []
+        if self._running and unit is not self._root:  # "early" has asked before
+            self._ahead(unit, -1)
 
     def _finish(self):
         """Backward is over. A unit with a parameter or an input that had no gradient is still here."""
