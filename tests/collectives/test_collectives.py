@@ -310,3 +310,5 @@ def test_what_is_no_tensor_is_refused_in_words(name):
     for x in ([1.0, 2.0], 3.0, None):
         with pytest.raises(ValueError, match=f"{name} takes a tensor, not {type(x).__name__}; try torch.as_tensor"):
             getattr(collectives, name)(None, x)
+    with pytest.raises(ValueError, match="takes a dense tensor, not torch.sparse_coo"):
+        getattr(collectives, name)(None, torch.eye(2).to_sparse())

@@ -124,6 +124,21 @@ def test_a_column_in_place_spares_its_neighbour_and_nothing_is_sent():
         assert torch.equal(matrix[:, 1], torch.tensor([1.0, 3.0, 5.0, 7.0]) + 100 * rank)
 
 
+def signs(comm):
+    """What two ranks must not decide for themselves: the sign of a zero, and of a nan."""
+    found = []
+    for op, values in (("max", [0.0, -0.0]), ("min", [-0.0, 0.0]), ("sum", [float("nan"), -float("nan")])):
+        for numel in (1, 40, 200_001):
+            x = torch.tensor(values, dtype=torch.float32)[comm.rank].repeat(numel)
+            found.append(shared_memory.all_reduce(comm, x, op=op).view(torch.int32).unique().tolist())
+    return found
+
+
+def test_two_ranks_agree_on_the_sign_of_zero_and_of_nan():
+    first, second = fw.run(signs, ranks=2, checks=False, stream=False).values
+    assert first == second
+
+
 def with_fault(comm, name, value):
     """What a machine without the means would answer: the function `name` of ranks/shared.py returns value[rank]."""
     setattr(shared, name, lambda *_: value[comm.rank])

@@ -285,7 +285,7 @@ def clip_factor(comm, gradients, cut):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_c41_the_clip_factor_of_four_stages_is_that_of_one(dtype):
-    """The same on every rank to the last bit; that of one device within the roundings of the sum, in each dtype."""
+    """The same on every rank that has gradients, to the last bit; that of one device within the roundings of the sum."""
     dice = torch.Generator().manual_seed(1)
     gradients = [torch.randn(k % 7 + 1, 9, generator=dice, dtype=torch.float64).to(dtype) for k in range(23)]
     whole = [g.clone() for g in gradients]
@@ -297,7 +297,8 @@ def test_c41_the_clip_factor_of_four_stages_is_that_of_one(dtype):
     bound = terms * torch.finfo(sums).eps
     for cut in ((0, 6, 12, 18, 23), (0, 0, 1, 22, 23)):  # a stage may have no parameter
         values = fw.simulate(clip_factor, gradients, cut, ranks=4, cluster=NETWORK).values
-        assert len({before for before, _ in values}) == 1 and abs(values[0][0] / norm - 1) <= bound
+        assert len({before for before, part in values if part}) == 1  # who has nothing to scale may have it in float32
+        assert all(abs(before / norm - 1) <= (bound if part else 2.0**-23) for before, part in values)
         for got, want in zip([g for _, part in values for g in part], whole, strict=True):
             assert ((got.double() - want.double()).abs() <= (bound + torch.finfo(dtype).eps) * want.double().abs()).all()
 

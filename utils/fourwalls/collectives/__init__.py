@@ -171,4 +171,6 @@ def all_to_all(
 def _tensor(collective: str, x) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{collective} takes a tensor, not {type(x).__name__}; try torch.as_tensor(x)")
+    if x.layout != torch.strided:
+        raise ValueError(f"{collective} takes a dense tensor, not {x.layout}; try x.to_dense(), or indices and values apart")
     return x

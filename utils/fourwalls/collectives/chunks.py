@@ -65,7 +65,7 @@ def check_segment(segment_bytes: int | None) -> None:
     """Raise ValueError unless `segment_bytes` is None or a whole number of at least 1."""
     if segment_bytes is None or (isinstance(segment_bytes, int) and segment_bytes >= 1 and segment_bytes is not True):
         return
-    near = f" (int({segment_bytes!r}) would do)" if isinstance(segment_bytes, float) and segment_bytes >= 1 else ""
+    near = f" (int({segment_bytes!r}) would do)" if isinstance(segment_bytes, float) and 1 <= segment_bytes < math.inf else ""
     raise ValueError(
         f"segment_bytes is {segment_bytes!r}{near}; it must be a whole number of at least 1, or None for no further cut"
     )

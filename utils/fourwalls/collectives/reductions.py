@@ -72,7 +72,7 @@ OPS = {
 def get_reduction(op: str, dtype: torch.dtype) -> Reduction:
     """The operation called `op`, if it is defined for `dtype`. Raises ValueError, which says what is allowed, otherwise."""
     if not isinstance(op, str) or op not in OPS:
-        near = [OTHER_NAMES[op]] if op in OTHER_NAMES else get_close_matches(str(op).lower(), OPS, n=1)
+        near = [OTHER_NAMES[op]] if str(op) in OTHER_NAMES else get_close_matches(str(op).lower(), OPS, n=1)
         raise ValueError(f"op is {op!r}; the operations are {', '.join(OPS)}" + (f"; did you mean {near[0]!r}?" if near else ""))
     chosen = OPS[op]
     if not isinstance(dtype, torch.dtype):

@@ -37,8 +37,8 @@ ALIGN = 64
 def all_reduce(
     comm: Comm, x: torch.Tensor, *, op: str = "sum", segment_bytes: int | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Every rank returns the reduction over all ranks: the bits of `ring.all_reduce`, and the same on every rank. `out=x` works
-    in place.
+    """Every rank returns the reduction over all ranks: the bits of `ring.all_reduce` (but perhaps for those inside a
+    nan, and for the sign of a zero where max or min found both), and the same bits on every rank. `out=x` works in place.
 
     The memory is made at the first call on `comm` and kept with it. segment_bytes: at most so much of a chunk at a time (None: as
     much as fits). Where there is no memory in common (other hosts, GPUs, simulated ranks, not Linux) rank 0 says so on its
@@ -131,8 +131,9 @@ class _Room:
         reduction.finish(result, self.n)
 
     def as_a_pair(self, comm: Comm, source, result, reduction, segment_bytes: int | None) -> None:
-        """Lay out a block, hear of the other's, add that to one's own: of two numbers the sum is the ring's, whichever comes
-        first. Each block is laid out before the one ahead of it is added up.
+        """Lay out a block, hear of the other's, add the two: of two numbers the sum is the ring's, whichever comes first. Rank
+        0's does, on both ranks, since nan + nan and max(0.0, -0.0) depend on it. Each block is laid out before the one ahead of
+        it is added up.
 
         A place is used again four blocks later: who lays out block k has heard of the other's block k - 2, which the other gave
         when it had added up block k - 4.
@@ -151,7 +152,8 @@ class _Room:
             if k + 1 < len(ours):
                 lay_out(k + 1)
             area.hear(peer, GIVEN)
-            _add(comm, reduction, mine, _part(layers[(first + k) % LAYERS][peer], mine), ends[k])
+            theirs = _part(layers[(first + k) % LAYERS][peer], mine)
+            _add(comm, reduction, *((mine, theirs) if self.rank == 0 else (theirs, mine)), ends[k])
             reduction.finish(ends[k], 2)
 
     def in_a_chain(self, comm: Comm, source, result, reduction, segment_bytes: int | None) -> None:

@@ -1,8 +1,8 @@
 """Buckets: gradients packed side by side, so that a few long messages carry what many short ones would.
 
 Parameters are taken in reverse, since backward reaches the last ones first, and put into the open bucket of their dtype until it
-is full. A parameter larger than a bucket gets one of its own. After packing, each gradient *is* a view of its bucket, so nothing
-is copied back.
+is full. A parameter larger than a bucket gets one of its own. A gradient is put into its place when backward gives it, and from
+then on *is* a view of its bucket, so nothing is copied back.
 
     buckets  >=  ceil(S / bucket_bytes),     order: as backward fills them
 
@@ -23,8 +23,8 @@ BUCKET_BYTES = 25 * 2**20
 class Bucket:
     """Some parameters of one dtype. `flat` holds their gradients side by side, `views` are its pieces in the parameters' shapes.
 
-    index: place in the order in which buckets leave; waiting: names of parameters whose gradient has not come; placed: names of
-    those whose gradient is in its place already; launched: it has left.
+    addresses: where the views lie; index: place in the order in which buckets leave; waiting: names of parameters whose gradient
+    has not come; placed: names of those whose gradient is in its place already; launched: it has left.
     """
 
     index: int
@@ -32,6 +32,7 @@ class Bucket:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     flat: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
     placed: set[str] = field(default_factory=set)
     launched: bool = False
@@ -55,6 +56,7 @@ class Bucket:
             self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
             parts = self.flat.split([p.numel() for p in self.parameters])
             self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+            self.addresses = [view.data_ptr() for view in self.views]
 
     def reset(self) -> None:
         """A new step: all gradients are awaited again."""
@@ -65,10 +67,12 @@ class Bucket:
     def place(self, i: int, divisor: int = 1) -> None:
         """Put gradient / divisor of parameter i into its place, 0 where there is none; `p.grad` is that place afterwards.
 
-        ValueError for a sparse gradient, by name.
+        ValueError for a sparse gradient, and for a parameter that was cast or moved, by name.
         """
         self.allocate()
         p, view = self.parameters[i], self.views[i]
+        if p.dtype != self.flat.dtype or view.data_ptr() != self.addresses[i]:  # model.to() takes p.grad out of its bucket
+            raise ValueError(f"{self.names[i]} was cast or moved since the first step; make a new DataParallel after model.to()")
         if p.grad is None:
             view.zero_()
         elif p.grad.layout != torch.strided:
@@ -86,6 +90,17 @@ class Bucket:
     def is_placed(self, i: int) -> bool:
         """Whether the gradient of parameter i stands in its place, divided."""
         return self.names[i] in self.placed and self.parameters[i].grad is self.views[i]
+
+    def is_full(self) -> bool:
+        """Whether all gradients have come. Those that came in a step that was thrown away are waited for again."""
+        if not self.waiting and not self.launched:
+            self.waiting.update(name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None)
+        return not self.waiting
+
+    def replaced(self) -> list[str]:
+        """Names of parameters whose gradient was put into its place, and whose `p.grad` is another tensor now."""
+        three = zip(self.names, self.parameters, self.views, strict=True) if self.placed else ()
+        return [name for name, p, view in three if name in self.placed and p.grad is not None and p.grad is not view]
 
     def pack(self, divisor: int = 1) -> None:
         """`place` for every parameter whose gradient is not in its place."""

@@ -55,6 +55,8 @@ class DataParallel:
     finite        raise ValueError, which names rank and parameter, before a gradient with nan or inf is sent. None: as
                   comm.checks
 
+    From when it comes until `synchronise`, a gradient is this rank's, divided already, in a bucket that may be under way: change
+    it before, by `p.register_hook`, or afterwards. RuntimeError where `p.grad` is made another tensor in between.
     Gradients may not be kept from step to step: `p.grad` is a view of a bucket that the next step fills again. They may be added
     to (no zero_grad) with average="ranks" alone, and otherwise are refused: what is in `p.grad` is everybody's sum already.
     After a backward that raised, on every rank: `synchronise(shadow=True)`, zero_grad, and repeat it.
@@ -174,8 +176,9 @@ class DataParallel:
             self._give("tokens", count)
         self.jobs = self._lane.join()
         divisor = max(1, int(count)) if self.average == "tokens" else self.comm.size if self.average == "ranks" else 1
-        if self.average == "tokens":
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            self._check_not_replaced(bucket)
+            if self.average == "tokens":
                 bucket.flat.div_(divisor)
         if self.unused == "zeros":
             for p, ranks in zip(parameters, used.tolist(), strict=True):
@@ -245,7 +248,16 @@ class DataParallel:
     def _put_back(self, bucket, place):
         if bucket.is_placed(place):
             bucket.views[place].mul_(self._divisor)
+        elif bucket.parameters[place].grad is not None:
+            self._check_not_replaced(bucket)
         bucket.placed.discard(bucket.names[place])
+
+    def _check_not_replaced(self, bucket):
+        if self.comm.size > 1 and (names := bucket.replaced()):
+            raise RuntimeError(
+                f"rank {self.comm.rank}, step {self._steps}: the gradient of {names[0]} was put into its bucket and then p.grad "
+                "was made another tensor, which no sum knows. Change gradients by p.register_hook, or after synchronise()"
+            )
 
     def _check_cleared(self, name):
         """Note that the last step's gradient is still in p.grad, and is no zero; where it may not be added to, raise."""
@@ -275,14 +287,21 @@ class DataParallel:
         bucket.waiting.discard(name)
         bucket.place(bucket.names.index(name), self._divisor)  # now, while it is in the cache
         for bucket in self.buckets:  # all ranks must send in one order, whichever bucket is full first here
-            if bucket.waiting:
+            if not bucket.is_full():
                 break
             if not bucket.launched:
                 self._launch(bucket)
 
     def _launch(self, bucket):
+        self._check_not_replaced(bucket)
         bucket.pack(self._divisor)
         if self.finite and (names := bucket.not_finite()):
+            for place in range(len(bucket.names)):  # as they were: more may be added to them, or zeros be put there
+                self._put_back(bucket, place)
+            if self.mode != "overlapped":  # nothing is under way: all may be sent again
+                self._lane.join()
+                for b in self.buckets:
+                    b.reset()
             more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
             where = f"rank {self.comm.rank}, step {self._steps}: nan or inf in the gradient of {names[0]}{more}"
             raise ValueError(f"{where}, before any sum: look at this rank's batch and loss")
