@@ -72,6 +72,8 @@ def test_auc_equals_sklearn():
         assert auc(s, clicked) == pytest.approx(roc_auc_score(clicked.numpy(), s.numpy()), abs=1e-12)
     with pytest.raises(ValueError, match="0 samples with a click and 5 without"):
         auc(scores[:5], torch.zeros(5))
+    with pytest.raises(ValueError, match="1 of 2 scores are nan, the first at 1"):
+        auc(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.0]))
 
 
 def test_the_model_learns_the_law():

@@ -147,5 +147,18 @@ def test_dropout_gradient_and_modes():
 def test_layer_refusals():
     with pytest.raises(ValueError, match="at least 1"):
         Linear(0, 3)
+    for size in (2.0, "3", None):
+        with pytest.raises(ValueError, match="whole numbers"):
+            Linear(size, 3)
+    for token in (5, -1):
+        with pytest.raises(ValueError, match=f"token {token}; the table has rows 0 to 4"):
+            Embedding(5, 2)(torch.tensor([[1, token]]))
     with pytest.raises(ValueError, match="tanh"):
         GELU("fast")
+
+
+def test_one_token_alone_has_the_loss_of_a_batch_of_one():
+    logits = torch.tensor([0.1, 2.0, -1.0])
+    for reduction in ("mean", "sum", "none"):
+        alone = cross_entropy(logits, torch.tensor(1), reduction=reduction)
+        assert alone.shape == () and torch.equal(alone, cross_entropy(logits[None], torch.tensor([1]), reduction=reduction).sum())

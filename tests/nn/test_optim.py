@@ -102,6 +102,12 @@ def test_state_is_explicit_and_can_be_saved():
     for other, state in ((SGD(params, momentum=0.9), saved), (Adam(params), theirs)):  # it would go on without what it needs
         with pytest.raises(ValueError, match="another optimiser's: its options are .*'betas'"):
             other.load_state_dict(state)
+    for others, words in ((params + parameters(torch.float32), "for 5 parameters, and this group has 10"), (None, "lacks state")):
+        with pytest.raises(ValueError, match=words):
+            Adam(others or params).load_state_dict(saved if others else {})
+    wide = [torch.nn.Parameter(p.detach().double()) for p in params]
+    with pytest.raises(ValueError, match="in torch.float32, the parameter .* in torch.float64"):
+        Adam(wide).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("largest", [0.5, 1e6])
@@ -131,6 +137,13 @@ def test_clip_same_as_torch(largest):
         (lambda p: Adam([{"params": p, "momentum": 1}]), "allowed"),
         (lambda p: Adam(p, lr=-1), "at least 0"),
         (lambda p: Adam(p, betas=(0.9, 1.0)), "below 1"),
+        (lambda p: Adam(p, betas=(0.9,)), "they are two"),
+        (lambda p: Adam(p, eps=-1e-8), "eps is -1e-08; it is at least 0"),
+        (lambda p: SGD(p, momentum=-0.9), "momentum is -0.9"),
+        (lambda p: Adam(p[0]), "params is one tensor"),
+        (lambda p: Adam([1.0]), "a parameter is float"),
+        (lambda p: Adam([2 * p[0]]), "is_leaf=False; allowed: real tensors that are leaves"),
+        (lambda p: Adam([p[0].to(torch.complex64).detach()]), "complex64"),
     ],
 )
 def test_refusals(make, hint):

@@ -86,6 +86,28 @@ def test_frozen_layers_stay_frozen():
     assert not rounded[0].weight.requires_grad and not rounded[0].bias.requires_grad and rounded[0].w_round.step.requires_grad
 
 
+def test_a_cache_takes_only_what_goes_on_with_what_it_holds():
+    """Keys of three tokens and values of two were taken, and counted as three."""
+    k = floats(1, 2, 3, 4)
+    for bits in (8, None):
+        cache = Cache(bits)
+        with pytest.raises(ValueError, match="equal shapes"):
+            cache.append(k, k[:, :, :2])
+        cache.append(k, k)
+        with pytest.raises(ValueError, match="only the tokens differ"):
+            cache.append(*[floats(2, 2, 3, 4)] * 2)
+        cache.append(k[:, :, :1], k[:, :, :1])
+        assert cache.tokens == 4
+
+
+@pytest.mark.parametrize("scale", (0.0, -1.0, NAN, INF))
+def test_a_scale_is_a_finite_number_above_0(scale):
+    with pytest.raises(ValueError, match="not a finite number above 0"):
+        round_with(floats(3), torch.tensor([scale]), torch.zeros(1, dtype=torch.int32), Grid())
+    with pytest.raises(ValueError, match="the saved scale is"):
+        LossScaler().load_state_dict(LossScaler().state_dict() | {"value": scale})
+
+
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_integer_products_in_16_bits_do_not_overflow(dtype):
     """The integer sum itself was taken to the dtype of x: five products of 127 by 127 are infinite in fp16."""

@@ -42,6 +42,8 @@ def spread(values: Iterable[float], confidence: float = 0.95) -> Spread:
     """Median and interval by order statistics."""
     ordered = sorted(values)
     n = len(ordered)
+    if any(math.isnan(value) for value in ordered):
+        raise ValueError("a value is nan, which has no place among the others")
     if n == 0:
         raise ValueError("no values: nothing was timed")
     outside, cut = 0.0, 0
@@ -98,6 +100,8 @@ def alternate(
     `before()` runs before each figure and is not timed (a barrier, for ranks that time together). clock: time.process_time, for
     work on one thread, leaves out what other processes took.
     """
+    if pairs < 1 or repeats < 1:
+        raise ValueError(f"pairs is {pairs}, repeats {repeats}; each at least 1")
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(pairs):
         for which in (0, 1) if pair % 2 == 0 else (1, 0):

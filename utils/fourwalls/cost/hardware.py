@@ -30,6 +30,7 @@ def _nearest(word: str, name: object, table: Mapping) -> ValueError:
 
 def _positive(owner: str, word: str, value: float, *, zero: bool = False) -> None:
     good = isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and (value > 0 or (zero and value == 0))
+    good = good and not (zero and value == math.inf)  # a latency that never ends; an infinite bandwidth is a wish one may have
     if not good:
         raise ValueError(f"{owner}: {word} is {value!r}; it must be a number {'of at least' if zero else 'above'} 0")
 

@@ -9,6 +9,7 @@ Reference: Rajbhandari et al. 2020 (arXiv:1910.02054), Table 1; Korthikanti et a
 """
 
 from fractions import Fraction
+from numbers import Rational
 
 from .flops import RECOMPUTE
 from .shape import Shape, nearest_multiples
@@ -41,6 +42,11 @@ _ELEMENT = {"fp32": 4, "mixed": 2, "mixed-fp32-gradients": 2, "half": 2}
 def _choose(word: str, value: object, table) -> None:
     if value not in table:
         raise ValueError(f"{word} is {value!r}; allowed: {', '.join(map(str, table))}")
+
+
+def _count(word: str, value: int) -> None:
+    if not isinstance(value, Rational) or value < 0:
+        raise ValueError(f"{word} is {value!r}; it is a whole number of at least 0")
 
 
 def _divides(word: str, value: int, by_word: str, by: int) -> None:
@@ -78,6 +84,7 @@ def state_memory(parameters: int, *, optimizer: str = "adam", precision: str = "
     """
     _choose("stage", stage, (0, 1, 2, 3))
     _divides("one", 0, "dp", dp)
+    _count("parameters", parameters)
     lines = []
     for term in bytes_per_parameter(optimizer, precision):
         first = {"weights": 3, "gradients": 2}.get(term.name, 1)  # the stage from which this is divided
@@ -114,6 +121,7 @@ def layer_activations(
     _divides("heads", shape.heads, "tp", tp)
     _divides("kv_heads", shape.kv_heads, "tp", tp)
     _divides("ff", shape.ff, "tp", tp)
+    _count("batch", batch)
     b, s, h, e = batch, shape.length if length is None else length, shape.width, element
     if sequence_parallel:
         _divides("length", s, "tp", tp)

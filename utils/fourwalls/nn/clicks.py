@@ -172,9 +172,11 @@ def uniform(seed: int, rows: Sequence[int], columns: int) -> torch.Tensor:
 
 def auc(scores: torch.Tensor, clicked: torch.Tensor) -> float:
     """The chance that a sample with a click has a higher score than one without (equal scores count half). 0.5: no better than
-    a guess. Raises ValueError where one of the two kinds is missing.
+    a guess. Raises ValueError where one of the two kinds is missing, and for a score that is nan: it has no rank.
     """
     clicked = clicked.bool()
+    if lost := int(scores.isnan().sum()):
+        raise ValueError(f"{lost} of {scores.numel()} scores are nan, the first at {int(scores.isnan().nonzero()[0])}")
     with_click, without = int(clicked.sum()), int((~clicked).sum())
     if not with_click or not without:
         raise ValueError(f"{with_click} samples with a click and {without} without; both kinds are needed")

@@ -24,8 +24,8 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float = 0.02, device=None, dtype=None):
         super().__init__()
-        if min(inputs, outputs) < 1:
-            raise ValueError(f"Linear({inputs}, {outputs}): both sizes are at least 1")
+        if not all(hasattr(size, "__index__") for size in (inputs, outputs)) or min(inputs, outputs) < 1:
+            raise ValueError(f"Linear({inputs}, {outputs}): both sizes are at least 1, and whole numbers")
         self.inputs, self.outputs, self.std = inputs, outputs, std
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
@@ -80,7 +80,11 @@ class Embedding(nn.Module):
         fill(self.weight, f"{name}.weight", seed=seed, std=self.std)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.weight)  # (...) -> (..., width)
+        try:
+            return F.embedding(tokens, self.weight)  # (...) -> (..., width)
+        except IndexError:  # looked at only now: on its way every token would cost a comparison
+            bad = tokens[(tokens < 0) | (tokens >= self.rows)]
+            raise ValueError(f"token {int(bad[0])}; the table has rows 0 to {self.rows - 1}") from None
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.width}"
@@ -158,6 +162,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, reduction: str
         raise ValueError(
             f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}; allowed: {tuple(logits.shape[:-1])}"
         )
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = wide.flatten(0, -2) if logits.dim() > 1 else wide.unsqueeze(0)  # (V,) is one token
     loss = F.cross_entropy(wide, targets.flatten(), reduction=reduction, ignore_index=ignore)
     return loss.view(targets.shape) if reduction == "none" else loss

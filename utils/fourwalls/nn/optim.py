@@ -53,6 +53,8 @@ class _Optimizer(ABC):
     """`param_groups`: dicts with "params" and options; `state[p]`: a dict of tensors and the step. As torch.optim names them."""
 
     def __init__(self, params: Iterable, **options):
+        if isinstance(params, torch.Tensor):
+            raise ValueError("params is one tensor, whose rows would be stepped apart; give a list: [p]")
         groups = list(params)
         if not groups:
             raise ValueError(
@@ -67,6 +69,10 @@ class _Optimizer(ABC):
             if unknown:
                 raise ValueError(f"no such option: {sorted(unknown)}; allowed: {sorted(options)}")
             tensors = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+            for p in tensors:
+                if not isinstance(p, torch.Tensor) or p.is_complex() or not (p.is_leaf or p.retains_grad):
+                    kind = type(p).__name__ if not isinstance(p, torch.Tensor) else f"{p.dtype}, is_leaf={p.is_leaf}"
+                    raise ValueError(f"a parameter is {kind}; allowed: real tensors that are leaves, as model.parameters() gives")
             doubled = [tuple(p.shape) for p in tensors if id(p) in seen or seen.add(id(p))]
             if doubled:
                 raise ValueError(f"a parameter of shape {doubled[0]} is given twice; it would be stepped twice")
@@ -78,6 +84,9 @@ class _Optimizer(ABC):
     def _check(self, group: dict) -> None:
         if not group["lr"] >= 0:
             raise ValueError(f"lr is {group['lr']!r}; it is at least 0")
+        for word in ("eps", "weight_decay", "momentum"):
+            if not group.get(word, 0) >= 0:
+                raise ValueError(f"{word} is {group[word]!r}; it is at least 0")
 
     @abstractmethod
     def _start(self, p: torch.Tensor, group: dict) -> dict:
@@ -99,6 +108,11 @@ class _Optimizer(ABC):
             for p in group["params"]:
                 if p.grad is None:
                     continue
+                if p.grad.layout != torch.strided:
+                    raise ValueError(
+                        f"the gradient of a parameter {tuple(p.shape)} is sparse; build its Embedding with sparse=False, or step "
+                        "rows alone (nn.sparse)"
+                    )
                 if p not in self.state:
                     self.state[p] = self._start(p, group)
                 self._update(p, self.state[p], group)
@@ -110,13 +124,16 @@ class _Optimizer(ABC):
         order = [p for group in self.param_groups for p in group["params"]]
         return {
             "state": {k: _copied(self.state[p]) for k, p in enumerate(order) if p in self.state},
-            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups],
+            "param_groups": [{**group, "params": len(group["params"])} for group in self.param_groups],
         }
 
     def load_state_dict(self, saved: dict) -> None:
         """Continue from `state_dict()`; tensors are copied. ValueError where places, shapes or options differ: another kind of
         optimiser would go on without what it needs.
         """
+        lacking = [word for word in ("state", "param_groups") if word not in saved]
+        if lacking:
+            raise ValueError(f"the saved state lacks {', '.join(lacking)}; it is what state_dict() gave")
         order = [p for group in self.param_groups for p in group["params"]]
         groups, here = len(saved["param_groups"]), len(self.param_groups)
         if groups != here or any(k >= len(order) for k in saved["state"]):
@@ -126,17 +143,19 @@ class _Optimizer(ABC):
             if theirs != ours:
                 here = f"{type(self).__name__} has {sorted(ours)}"
                 raise ValueError(f"the saved state is another optimiser's: its options are {sorted(theirs)}, {here}")
+            many = len(group["params"])
+            if options.get("params", many) != many:
+                raise ValueError(f"the saved state is for {options['params']} parameters, and this group has {many}")
         state = {}
         for k, entry in saved["state"].items():
             for name, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.shape != order[k].shape:
-                    raise ValueError(
-                        f"saved {name} of parameter {k} has shape {tuple(value.shape)}, the parameter {tuple(order[k].shape)}"
-                    )
+                if isinstance(value, torch.Tensor) and (value.shape, value.dtype) != (order[k].shape, order[k].dtype):
+                    theirs, ours = (f"shape {tuple(t.shape)} in {t.dtype}" for t in (value, order[k]))
+                    raise ValueError(f"saved {name} of parameter {k} has {theirs}, the parameter {ours}")
             state[order[k]] = _copied(entry)
         self.state = state
         for group, options in zip(self.param_groups, saved["param_groups"], strict=True):
-            group.update(options)
+            group.update({word: value for word, value in options.items() if word != "params"})
 
 
 def _copied(entry: dict) -> dict:
@@ -153,8 +172,8 @@ class Adam(_Optimizer):
 
     def _check(self, group):
         super()._check(group)
-        if not all(0 <= b < 1 for b in group["betas"]):
-            raise ValueError(f"betas are {group['betas']!r}; each is at least 0 and below 1")
+        if len(group["betas"]) != 2 or not all(0 <= b < 1 for b in group["betas"]):
+            raise ValueError(f"betas are {group['betas']!r}; they are two, each at least 0 and below 1")
 
     def _start(self, p, group):
         return {"step": 0, "m": torch.zeros_like(p, memory_format=torch.preserve_format), "v": torch.zeros_like(p)}

@@ -49,7 +49,9 @@ def fingerprint() -> str:
 
 
 def windows(length: int, split: str = "train") -> int:
-    """How many windows of `length` tokens, none overlapping, a step can draw from."""
+    """How many windows of `length` tokens, none overlapping, a step can draw from. ValueError for a length below 1."""
+    if length < 1:
+        raise ValueError(f"length is {length!r}; it is a whole number of at least 1")
     return max(0, len(_tokens(split)) // length - 1)
 
 

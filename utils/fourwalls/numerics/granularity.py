@@ -25,7 +25,7 @@ def check_layout(shape: Sequence[int], axis=None, group: int | None = None) -> t
         if not isinstance(group, int) or isinstance(group, bool) or group < 1 or dims < 1:
             raise ValueError(f"group is {group!r} for shape {tuple(shape)}; it is a whole number of at least 1, on a last dim")
         return tuple(range(dims))
-    axes = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
     for a in axes:
         if not isinstance(a, int) or isinstance(a, bool) or not -dims <= a < dims:
             near = f"; nearest legal: {max(-dims, min(a, dims - 1))}" if isinstance(a, int) and dims else ""

@@ -41,6 +41,11 @@ class Cache:
         self.bits, self._parts, self._dtype = bits, ([], []), torch.float32
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        if k.shape != v.shape:
+            raise ValueError(f"keys are {tuple(k.shape)}, values {tuple(v.shape)}; allowed: equal shapes (b, heads, tokens, d)")
+        held = self._parts[0][0][0].shape if self._parts[0] else k.shape
+        if (*k.shape[:2], k.shape[3:]) != (*held[:2], held[3:]):
+            raise ValueError(f"keys are {tuple(k.shape)}, those in the cache {tuple(held)}; allowed: only the tokens differ")
         self._dtype = k.dtype
         for parts, x in zip(self._parts, (k, v), strict=True):
             parts.append((x, None) if self.bits is None else _round(x))

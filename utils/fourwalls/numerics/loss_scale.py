@@ -160,6 +160,8 @@ class LossScaler:
         lacking = [word for word in self.state_dict() if word not in saved]
         if lacking:
             raise ValueError(f"the saved state lacks {', '.join(lacking)}; it is what state_dict() gave")
+        if not 0 < saved["value"] < math.inf:
+            raise ValueError(f"the saved scale is {saved['value']!r}; it is a finite number above 0")
         for word in self.state_dict():
             setattr(self, word, saved[word])
 

@@ -85,6 +85,8 @@ def round_with(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grid: G
     """
     check_float(x)
     check_finite(x)
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise ValueError("a scale is not a finite number above 0; allowed: what Grid.place or an Observer gives")
     return _round(x, scale, zero, grid, axis, group)
 
 
