@@ -306,13 +306,12 @@ class AtFirst(DataParallel):
 
 
 class FirstOnly(DataParallel):
-    """Packs when the first gradient of a bucket comes."""
+    """Sends when the first gradient of a bucket comes."""
 
     def _arrived(self, name):
-        if self._sync and not self._home[name].launched:
-            self._home[name].waiting.clear()
-        if not self._home[name].launched:
-            super()._arrived(name)
+        bucket = self._home[name]
+        if self._sync and not bucket.launched:
+            self._launch(bucket)
 
 
 MEAN = {"model": "untied", "ranks": 4, "mode": "overlapped", "bucket": 1500, "frozen": False, "dropout": 0.0}

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -610,6 +611,9 @@ def test_bad_arguments_are_refused_before_anything_starts():
         (lambda c: c.isend(torch.zeros(1), 9), "rank 9 of 2"),
         (lambda c: c.irecv(torch.zeros(1), -1), "rank -1 of 2"),
         (lambda c: c.isend(torch.zeros(1), 1, tag=-1), "tag -1"),
+        (lambda c: c.isend(torch.zeros(1), 1, tag=True), "tag True"),
+        (lambda c: c.isend(torch.zeros(1), 1, tag=np.int64(3)), r"use int\(np.int64\(3\)\)"),
+        (lambda c: c.compute("f", flops="3").__enter__(), "flops='3'"),
         (lambda c: c.isend([1.0], 1), "takes a tensor"),
         (lambda c: c.isend(torch.eye(2).to_sparse(), 1), "to_dense"),
         (lambda c: c.irecv(torch.zeros(1).expand(3), 1), "share memory"),
@@ -620,6 +624,28 @@ def test_bad_arguments_are_refused_before_anything_starts():
 def test_bad_calls_are_named(call, word):
     with pytest.raises(fw.RankError, match=word):
         fw.simulate(call, ranks=2)
+
+
+def test_a_meta_tensor_is_no_answer_to_a_real_receive():
+    def program(comm):
+        if comm.rank == 0:
+            comm.send(torch.zeros(2, device="meta"), 1)
+        else:
+            comm.recv(torch.zeros(2), 0)
+
+    with pytest.raises(fw.MismatchError, match="meta tensor, which has no numbers"):
+        fw.simulate(program, ranks=2)
+
+
+def test_all_of_a_runs_chance_comes_from_its_seed_and_none_is_taken_from_the_caller():
+    program = lambda comm: (random.random(), float(np.random.rand()), float(torch.rand(())))  # noqa: E731
+    random.seed(7)
+    np.random.seed(7)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    first, again, other = (fw.simulate(program, ranks=3, seed=seed).values for seed in (1, 1, 2))
+    assert first == again and len(set(first)) == 3
+    assert all(a != b for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 def test_meta_tensors_travel_and_cost_time():

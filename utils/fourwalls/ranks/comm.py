@@ -13,6 +13,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 
 import torch
 
@@ -231,15 +232,16 @@ class Comm(ABC):
     # --- shared by all transports ----------------------------------------------------------------------------------
     def _check_cost(self, label, flops, bytes, seconds) -> None:
         for name, value in (("flops", flops), ("bytes", bytes), ("seconds", seconds)):
-            if value is not None and not value >= 0:  # nan is no cost either
+            if value is not None and (not isinstance(value, Real) or not value >= 0):  # nan is no cost either
                 raise ValueError(f"rank {self.rank}: compute({label!r}, {name}={value!r}): a cost is at least 0, or left out")
 
     def _check_peer(self, peer: int, tag: int, word: str) -> None:
         if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < self.size:
             near = f"; use int({peer!r})" if hasattr(peer, "__index__") and not isinstance(peer, (int, bool)) else ""
             raise ValueError(f"rank {self.rank}: {word} rank {peer!r} of {self.size}; ranks are 0 to {self.size - 1}{near}")
-        if not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
-            raise ValueError(f"rank {self.rank}: tag {tag!r}; a tag is a whole number from 0 to {MAX_TAG}")
+        if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= MAX_TAG:
+            near = f"; use int({tag!r})" if hasattr(tag, "__index__") and type(tag) is not int else ""
+            raise ValueError(f"rank {self.rank}: tag {tag!r}; a tag is a whole number from 0 to {MAX_TAG}{near}")
 
     def _check_tensor(self, x: torch.Tensor, word: str) -> None:
         if not isinstance(x, torch.Tensor):

@@ -15,6 +15,8 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "is_stopped",
     "loopback_interface",
     "oom_kills",
+    "repeatable",
     "seed_everything",
     "seed_of",
     "threads_per_rank",
@@ -111,6 +114,22 @@ def seed_everything(seed: int, rank: int) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(mixed % 2**32)
     return mixed
+
+
+@contextmanager
+def repeatable(seed: int) -> Iterator[None]:
+    """Inside, `random` and, if it is loaded, numpy begin from `seed`; afterwards they go on where they were."""
+    numpy = sys.modules.get("numpy")
+    before, numpys = random.getstate(), numpy.random.get_state() if numpy else None
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy:
+            numpy.random.set_state(numpys)
 
 
 def _quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:

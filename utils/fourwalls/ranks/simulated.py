@@ -174,13 +174,14 @@ class SimulatedComm(Comm):
         message = self._scheduler.post(channel, post, sending)
         if message is not None:
             other = message.receive.tensor if sending else message.send.tensor
-            if x.shape != other.shape or x.dtype != other.dtype:
+            if x.shape != other.shape or x.dtype != other.dtype or (x.is_cpu != other.is_cpu and message.send.tensor.is_meta):
                 self._mismatch(message.send, message.receive)
             self._scheduler.matched(message)
         return post
 
     def _mismatch(self, send, receive):
-        raise MismatchError(explain_mismatch(send.call, receive.call), rank=self._me)
+        more = "\nThe sender's tensor is a meta tensor, which has no numbers." if send.tensor.is_meta else ""
+        raise MismatchError(explain_mismatch(send.call, receive.call) + more, rank=self._me)
 
     def _finish(self, post):
         world, me = self._world, self._me

@@ -28,7 +28,7 @@ from .beside import refuse_forgotten
 from .comm import CommError, DeadlockError, MismatchError, RankError
 from .diagnose import explain_deadlock, explain_failure, explain_unanswered, explain_unwaited, message_of, outside
 from .failures import interrupted
-from .machine import seed_of
+from .machine import repeatable, seed_of
 from .meter import Meter
 from .output import Output
 from .prints import apart
@@ -112,6 +112,7 @@ def simulate_ranks(
     cluster    a preset's name or a Cluster (default "a100-selene")
     clock      "stated" prices compute blocks only, "roofline" every operation, "measured" this machine's CPU
                time (not deterministic)
+    seed       of every rank's torch generator, mixed with its number; `random` and numpy have one for all ranks together
     stream     False: what ranks print is kept in run.outputs and not shown
     on_message is called with src=, dst=, tag=, start=, end=, tensor= of every message, in order of time
     Raises ValueError for bad arguments; RankError, DeadlockError, MismatchError with the rank and the learner's line.
@@ -140,7 +141,7 @@ def simulate_ranks(
 
     scheduler, output = world.scheduler, Output(ranks, stream=False, scratch=scratch_folder)
     try:
-        with _borrowed_process(), apart(scheduler.rank_of, output.feed):
+        with _borrowed_process(), repeatable(seed_of(seed, 0)), apart(scheduler.rank_of, output.feed):
             try:
                 scheduler.run(body, stack_bytes=(16 if ranks <= 16 else 4) * 2**20, cpu=_this_cpu())
                 if scheduler.errors:
