@@ -163,46 +163,45 @@ def _circulate(comm, chunks, first, adding, placing, reduction, count):
     n, steps = comm.size, adding + placing
     if n == 1:
         return
-    pieces = [segments(chunk, count) for chunk in chunks]
-    arrivals = [(s, (first - s - 1) % n, k) for s in range(steps) for k in range(count)]
+    pieces = [piece for chunk in chunks for piece in segments(chunk, count)]
+    arrivals = [(first - s - 1) % n * count + k for s in range(steps) for k in range(count)]
     ahead = min(AHEAD, (adding or placing) * count)
-    with comm.one_call(), scratch(comm, pieces[0][0], ahead if adding else 0) as room:
-        _go_round(comm, pieces, first % n, arrivals, adding, steps, ahead, reduction, room)
+    with comm.one_call(), scratch(comm, pieces[0], ahead if adding else 0) as room:
+        _go_round(comm, pieces, first % n * count, count, arrivals, adding * count, reduction, room, ahead)
 
 
-def _go_round(comm, pieces, first, arrivals, adding, steps, ahead, reduction, room):
-    n = comm.size
+def _go_round(comm, pieces, first, count, arrivals, adding, reduction, room, ahead):
+    """The first `count` pieces to leave are those from number `first`; arrival i belongs to piece arrivals[i], and the first
+    `adding` arrivals are combined with it.
+    """
+    n, total = comm.size, len(arrivals)
     right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
-    leaving = {}  # (chunk, segment) -> the send that still reads it
-    full = pieces[0][0].numel()  # of a place in `room`: the first piece is the largest
+    leaving = {}  # number of a piece -> the send that still reads it
+    full = pieces[0].numel()  # of a place in `room`: the first piece is the largest
+    all_full = pieces[-1].numel() == full
 
     def post(i):
         """Begin the receive of arrival i: into scratch if it will be added, else straight into its place."""
-        step, c, k = arrivals[i]
-        if step < adding:
-            target, needed = room[i % ahead], pieces[c][k].numel()
-            if needed < full:
-                target = target[:needed]
-        else:
-            target = pieces[c][k]
-            if (c, k) in leaving:  # our partial sum must have left this place; it has, long ago, so this hardly ever waits
-                leaving.pop((c, k)).wait()
-        return target, comm.irecv(target, left)
+        number = arrivals[i]
+        if i >= adding:
+            if number in leaving:  # our partial sum must have left this place; it has, long ago, so this hardly ever waits
+                leaving.pop(number).wait()
+            return comm.irecv(pieces[number], left)
+        place = room[i % ahead]
+        return comm.irecv(place if all_full else place[: pieces[number].numel()], left)
 
     posted = deque(post(i) for i in range(ahead))  # before the first send: data then finds its place waiting
-    for k, piece in enumerate(pieces[first]):
-        leaving[first, k] = comm.isend(piece, right)
-    for i, (step, c, k) in enumerate(arrivals):
-        target, request = posted.popleft()
-        request.wait()
-        piece = pieces[c][k]
-        if step < adding:
-            combine(comm, reduction, piece, target)
-            if step == adding - 1:
+    for number in range(first, first + count):
+        leaving[number] = comm.isend(pieces[number], right)
+    for i, number in enumerate(arrivals):
+        arrived, piece = posted.popleft().wait(), pieces[number]
+        if i < adding:
+            combine(comm, reduction, piece, arrived)
+            if i >= adding - count:
                 reduction.finish(piece, n)
-        if step < steps - 1:
-            leaving[c, k] = comm.isend(piece, right)
-        if i + ahead < len(arrivals):
+        if i < total - count:
+            leaving[number] = comm.isend(piece, right)
+        if i + ahead < total:
             posted.append(post(i + ahead))
     for request in leaving.values():
         request.wait()

@@ -252,3 +252,7 @@ class Comm(ABC):
             )
         if x.layout != torch.strided:
             raise ValueError(f"rank {self.rank}: {word} a {x.layout} tensor; send x.to_dense(), or indices and values apart")
+        if x.device.type != "meta" and x.numel() and not x.untyped_storage().nbytes():
+            raise ValueError(
+                f"rank {self.rank}: {word} a {tuple(x.shape)} tensor whose memory was given back (its storage is empty)"
+            )

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 
 import torch
 
-__all__ = ["Channel", "Message", "Released", "Scheduler"]
+__all__ = ["Channel", "Released", "Scheduler"]
 
 UNWINDINGS = 100  # times a rank may be told that the run is over: `finally` blocks may communicate
 _READY, _RUNNING, _BLOCKED, _DONE = range(4)
@@ -40,37 +40,42 @@ class Released(BaseException):
     """Raised inside a rank that is let go because another rank failed. Not an Exception: `except Exception` must not stop it."""
 
 
+class Port:
+    """A rank's way out, or its way in: one message at a time."""
+
+    __slots__ = ("free", "open")
+
+    def __init__(self):
+        self.free = self.open = 0  # when its last message has passed (picoseconds); how many posts are not delivered
+
+
 class Channel:
-    """Messages from one rank to another with one tag, first posted first matched."""
+    """Messages from one rank to another with one tag: first posted, first matched, first delivered."""
 
-    __slots__ = ("dst", "nbytes", "open", "receives", "sends", "src", "takes")
+    __slots__ = (
+        *("dst", "entry", "exit", "nbytes", "receives", "rows_in", "rows_out", "sends", "src", "tag", "takes", "waiting"),
+    )
 
-    def __init__(self, src: int, dst: int):
-        self.src, self.dst = src, dst
+    def __init__(self, src: int, dst: int, tag, exit: Port, entry: Port, rows_out: list, rows_in: list):
+        self.src, self.dst, self.tag = src, dst, tag
+        self.exit, self.entry, self.rows_out, self.rows_in = exit, entry, rows_out, rows_in
         self.nbytes, self.takes = -1, 0  # of its last message: mostly the next one is as large
-        self.sends: deque = deque()
+        self.sends: deque = deque()  # posted, without the other side
         self.receives: deque = deque()
-        self.open = [0, 0]  # sends, receives posted and not yet delivered
-
-
-class Message:
-    """A send and a receive that found each other. `ready`: the later of the two posts (picoseconds)."""
-
-    __slots__ = ("channel", "end", "ready", "receive", "send", "start")
-
-    def __init__(self, channel, send, receive, ready):
-        self.channel, self.send, self.receive, self.ready = channel, send, receive, ready
-        self.start = self.end = None
+        self.waiting: deque = deque()  # messages whose turn has not come
 
 
 class Scheduler:
     """Clocks, threads and ports of one simulation.
 
     cost(src, dst, nbytes) -> picoseconds, always the same;  ports(src, dst) -> names of further ports that the message holds;
-    deliver(message) moves the data and records it;  in_order: deliver strictly by time (a watcher needs it; else only ports do).
+    watch(channel, send, start, end) is told of every message;  in_order: deliver strictly by time.
+
+    Posts are those of posts.py. Two that found each other are one message, known by its send, and `ready` at the later of the two
+    posts. What was delivered stands in `rows`, a list for each rank, as (src, dst, start, end, bytes).
     """
 
-    def __init__(self, size: int, *, cost, ports=None, deliver, in_order: bool = False):
+    def __init__(self, size: int, *, cost, ports=None, watch=None, in_order: bool = False):
         self.size = size
         self.clock = [0] * size
         self.state = [_READY] * size
@@ -78,12 +83,14 @@ class Scheduler:
         self.errors: list[tuple[int, BaseException]] = []  # in the order in which they happened
         self.stopping = False
         self.channels: dict[tuple, Channel] = {}
+        self.rows: list[list[tuple]] = [[] for _ in range(size)]
         self._ready: list[tuple[int, int]] = []  # heap of (clock, rank)
-        self._pending: list[tuple] = []  # heap of (ready, src, dst, number, message)
+        self._pending: list[tuple] = []  # heap of (ready, src, dst, number, send): messages whose turn has not come
+        self._fresh: list = []  # such messages not put there yet: most are delivered before anybody looks into the heap
         self._number = 0
-        self._cost, self._ports, self._deliver, self._in_order = cost, ports, deliver, in_order
-        self._out_free, self._in_free, self._port_free = [0] * size, [0] * size, {}
-        self._out_open, self._in_open = [0] * size, [0] * size  # channels with something undelivered
+        self._cost, self._ports, self._watch, self._in_order = cost, ports, watch, in_order
+        self._local = ports is None and not in_order  # all messages hold nothing but their two ports
+        self._exits, self._entries, self._port_free = [Port() for _ in range(size)], [Port() for _ in range(size)], {}
         self._locks = [_thread.allocate_lock() for _ in range(size)]
         self._main = _thread.allocate_lock()
         self._random = [None] * size
@@ -95,92 +102,110 @@ class Scheduler:
             lock.acquire()
 
     # --- messages --------------------------------------------------------------------------------------------------
-    def channel(self, key: tuple, src: int, dst: int) -> Channel:
+    def channel(self, key: tuple, src: int, dst: int, tag) -> Channel:
         """The channel of that key, made when first asked for."""
         found = self.channels.get(key)
         if found is None:
-            found = self.channels[key] = Channel(src, dst)
+            found = Channel(src, dst, tag, self._exits[src], self._entries[dst], self.rows[src], self.rows[dst])
+            self.channels[key] = found
         return found
 
-    def post(self, channel: Channel, post, sending: bool):
-        """Put a send or a receive (an object with `time`, `nbytes`, `done_at`, `message`) on its channel; match it if it can be.
+    def meet(self, channel: Channel, send, receive, sending: bool) -> None:
+        """A send and a receive that fit are a message from now on, the one that was posted last (`sending`: the send) just now.
 
-        Returns the Message if this post completed a pair, else None. The caller checks that the two fit, then calls `matched`.
+        It is delivered at once if no other message, posted or still to come, can be ready earlier on its two ports: if all that
+        its two ranks have under way is on this channel, and neither can still post anything that is earlier (exact, and local).
         """
-        is_open = channel.open
+        send.receive, receive.send = receive, send
+        exit, entry = channel.exit, channel.entry  # the new post is not counted there yet
         if sending:
-            if not is_open[0]:
-                self._out_open[channel.src] += 1
-            is_open[0] += 1
-            if not channel.receives:
-                channel.sends.append(post)
-                return None
-            send, receive = post, channel.receives.popleft()
+            now, other, rank = send.time, receive, channel.dst
         else:
-            if not is_open[1]:
-                self._in_open[channel.dst] += 1
-            is_open[1] += 1
-            if not channel.sends:
-                channel.receives.append(post)
-                return None
-            send, receive = channel.sends.popleft(), post
-        message = Message(channel, send, receive, send.time if send.time > receive.time else receive.time)
-        send.message = receive.message = message
-        return message
+            now, other, rank = receive.time, send, channel.src
+        blocked = self.blocked_on[rank] is other
+        if (
+            (blocked or self.clock[rank] >= now)
+            and other.time <= now
+            and not channel.waiting
+            and (exit.open == (0 if sending else len(channel.sends) + 1))
+            and (entry.open == (len(channel.receives) + 1 if sending else 0))
+            and (self._local or self._is_local(channel))
+        ):
+            (entry if sending else exit).open -= 1
+            end = self._deliver(channel, send, now)
+            if blocked:
+                self._wake(rank, end)
+            return
+        send.ready = now if now > other.time else other.time
+        (exit if sending else entry).open += 1
+        channel.waiting.append(send)
+        self._fresh.append(send)
 
-    def matched(self, message: Message) -> None:
-        """A fitting pair: deliver it now if no earlier message can want the same ports, else when its time has come."""
-        if self._is_next(message):
-            self._commit(message)
-        else:
-            self._number += 1
-            channel = message.channel
-            heappush(self._pending, (message.ready, channel.src, channel.dst, self._number, message))
+    def _is_local(self, channel: Channel) -> bool:
+        """Whether its messages hold nothing but their two ports."""
+        return not self._in_order and (self._ports is None or not self._ports(channel.src, channel.dst))
 
-    def _is_next(self, message: Message) -> bool:
-        """Whether no message posted from now on, or waiting, can be ready earlier on this message's two ports (exact, local)."""
-        channel = message.channel
-        src, dst = channel.src, channel.dst
-        if self._in_order or self._out_open[src] != 1 or self._in_open[dst] != 1:
+    def deliver_waiting(self, channel: Channel, send, post) -> bool:
+        """A rank waits for `post`, one side of the message `send`: deliver it if its turn has come by that."""
+        other, rank = (send.receive, channel.dst) if post is send else (send, channel.src)
+        blocked, waiting = self.blocked_on[rank] is other, channel.waiting
+        if (
+            (self.clock[rank] < send.ready and not blocked)
+            or waiting[0] is not send
+            or channel.exit.open != len(channel.sends) + len(waiting)
+            or channel.entry.open != len(channel.receives) + len(waiting)
+            or not (self._local or self._is_local(channel))
+        ):
             return False
-        if self._ports is not None and self._ports(src, dst):
-            return False
-        ready, clock, blocked = message.ready, self.clock, self.blocked_on
-        return (clock[src] >= ready or blocked[src] is message.send) and (clock[dst] >= ready or blocked[dst] is message.receive)
+        waiting.popleft()
+        channel.exit.open -= 1
+        channel.entry.open -= 1
+        end = self._deliver(channel, send, send.ready)
+        if blocked:
+            self._wake(rank, end)
+        return True
 
-    def _commit(self, message: Message) -> None:
-        channel = message.channel
-        src, dst, out_free, in_free = channel.src, channel.dst, self._out_free, self._in_free
-        send, receive, start = message.send, message.receive, message.ready
-        if out_free[src] > start:  # max() would take longer
-            start = out_free[src]
-        if in_free[dst] > start:
-            start = in_free[dst]
-        if send.nbytes != channel.nbytes:
-            channel.nbytes, channel.takes = send.nbytes, self._cost(src, dst, send.nbytes)
+    def _deliver_pending(self, send) -> None:
+        """Deliver the first message of the heap."""
+        channel, receive = send.channel, send.receive
+        channel.waiting.remove(send)
+        channel.exit.open -= 1
+        channel.entry.open -= 1
+        end = self._deliver(channel, send, send.ready)
+        for rank, post in ((channel.src, send), (channel.dst, receive)):
+            if self.blocked_on[rank] is post:
+                self._wake(rank, end)
+
+    def _deliver(self, channel: Channel, send, start: int) -> int:
+        """Give the message its ports, not before `start`. Returns when it has arrived."""
+        exit, entry, receive, nbytes = channel.exit, channel.entry, send.receive, send.nbytes
+        if exit.free > start:  # max() would take longer
+            start = exit.free
+        if entry.free > start:
+            start = entry.free
+        if nbytes != channel.nbytes:
+            channel.nbytes, channel.takes = nbytes, self._cost(channel.src, channel.dst, nbytes)
         if self._ports is None:
             end = start + channel.takes
         else:
-            more = self._ports(src, dst)
-            start = max(start, *(self._port_free.get(p, 0) for p in more)) if more else start
-            end = start + channel.takes
-            for port in more:
-                self._port_free[port] = end
-        out_free[src] = in_free[dst] = end
-        message.start, message.end = start, end
-        is_open = channel.open
-        is_open[0] -= 1
-        is_open[1] -= 1
-        if not is_open[0]:
-            self._out_open[src] -= 1
-        if not is_open[1]:
-            self._in_open[dst] -= 1
-        self._deliver(message)
-        send.done_at = receive.done_at = end
-        if self.blocked_on[src] is send:
-            self._wake(src, end)
-        if self.blocked_on[dst] is receive:
-            self._wake(dst, end)
+            end = self._hold(self._ports(channel.src, channel.dst), start, channel.takes)
+            start = end - channel.takes
+        exit.free = entry.free = send.done_at = receive.done_at = end
+        row = channel.src, channel.dst, start, end, nbytes
+        channel.rows_out.append(row)
+        channel.rows_in.append(row)
+        receive.payload = send.payload
+        if self._watch is not None:
+            self._watch(channel, send, start, end)
+        send.receive = receive.send = None  # they need each other no more, and a circle would wait for a collection
+        return end
+
+    def _hold(self, ports, start: int, takes: int) -> int:
+        """Further ports that a message holds, not before `start`. Returns when it lets go of them."""
+        end = max(start, *(self._port_free.get(port, 0) for port in ports)) + takes if ports else start + takes
+        for port in ports:
+            self._port_free[port] = end
+        return end
 
     def _wake(self, rank: int, time: int) -> None:
         self.blocked_on[rank] = None
@@ -192,20 +217,14 @@ class Scheduler:
 
     # --- ranks -----------------------------------------------------------------------------------------------------
     def wait(self, rank: int, post) -> None:
-        """Let `rank` wait until `post` is delivered; its clock moves to the delivery. Raises Released when the run is over."""
+        """Let `rank` wait until `post` is delivered. Raises Released when the run is over."""
         if post.done_at is None and not self.stopping:
             self.blocked_on[rank] = post
-            message = post.message
-            if message is not None and self._is_next(message):
-                self._commit(message)  # still in the heap of pending messages, where it is skipped
-            if post.done_at is None:
-                self.state[rank] = _BLOCKED
-                self._hand_over(rank)
+            self.state[rank] = _BLOCKED
+            self._hand_over(rank)
             self.blocked_on[rank] = None
         if self.stopping:
             self._let_go(rank)
-        if post.done_at > self.clock[rank]:
-            self.clock[rank] = post.done_at
 
     def give_way(self, rank: int) -> None:
         """Let every rank whose clock is not later run first."""
@@ -225,11 +244,17 @@ class Scheduler:
 
     def _next(self) -> int | None:
         """The rank to run next; delivers pending messages whose time has come. None: nobody can run."""
+        pending = self._pending
         while True:
-            while self._pending and self._pending[0][4].end is not None:
-                heappop(self._pending)
-            if self._pending and (not self._ready or self._pending[0][0] <= self._ready[0][0]):
-                self._commit(heappop(self._pending)[4])
+            for send in self._fresh:
+                if send.done_at is None:
+                    self._number += 1
+                    heappush(pending, (send.ready, send.channel.src, send.channel.dst, self._number, send))
+            self._fresh.clear()
+            while pending and pending[0][4].done_at is not None:
+                heappop(pending)
+            if pending and (not self._ready or pending[0][0] <= self._ready[0][0]):
+                self._deliver_pending(heappop(pending)[4])
                 continue
             return heappop(self._ready)[1] if self._ready else None
 

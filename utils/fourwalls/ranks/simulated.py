@@ -1,69 +1,29 @@
 """A simulated rank's side: its messages, its clock, its groups.
 
-A message is a post on a channel of the scheduler; it carries a copy of what was sent at the moment it was sent, and reaches the
-receiver's buffer only at `wait()`, so that a forgotten wait and a buffer changed too early show themselves in every run.
+A message is two posts (posts.py) on a channel of the scheduler. What cannot be right is refused here: no such rank, bytes that
+a receive under way will write, two sides that do not fit. A run is hundreds of thousands of messages, so torch is asked nothing
+twice.
 
     done  =  the scheduler has delivered the message, and this rank's clock has reached the delivery
 
 Reference: the MPI standard, "Nonblocking Communication" (a buffer belongs to the message until it is complete).
 """
 
+from bisect import bisect
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
 
 import torch
 
-from .buffers import overlaps, reach, share_memory
-from .comm import MAX_TAG, Call, Comm, MismatchError, Request, call_site
-from .diagnose import describe, explain_mismatch, explain_shared
+from .buffers import overlaps, raw_address, share_memory, take_bytes
+from .comm import Comm, MismatchError, call_site
+from .diagnose import explain_mismatch, explain_shared
 from .groups import barrier, split_groups
 from .meter import Meter
+from .posts import Receive, Send
 from .trace import PS
 
 __all__ = ["SimulatedComm"]
-
-
-class _Post(Request):
-    """One side of a message in the simulator. `time`: when it was posted; `done_at`: when it has arrived; `site`: where it was
-    called.
-    """
-
-    __slots__ = (
-        "comm",
-        "done_at",
-        "finished",
-        "message",
-        "nbytes",
-        "op",
-        "payload",
-        "peer",
-        "sending",
-        "site",
-        "tag",
-        "tensor",
-        "time",
-        "version",
-    )
-
-    def wait(self):
-        if not self.finished:
-            self.comm._finish(self)
-        return None if self.sending else self.tensor
-
-    @property
-    def done(self) -> bool:
-        comm = self.comm
-        if not self.finished and (self.done_at is None or self.done_at > comm.clock()):
-            comm._idle(_POLL)  # a loop that asks again and again must let time pass
-        return self.finished or (self.done_at is not None and self.done_at <= comm.clock())
-
-    @property
-    def call(self) -> Call:
-        """This call as error messages name it."""
-        comm, tag = self.comm, self.tag
-        if isinstance(tag, str):  # an internal channel, which has a name instead of a tag
-            tag = 0
-        return Call(comm._me, self.op, comm._members[self.peer], tag, self.tensor.shape, self.tensor.dtype, self.site)
 
 
 class _OneCall:
@@ -81,10 +41,6 @@ class _OneCall:
         self.comm._site = self.outer
 
 
-_TENSOR, _STRIDED = torch.Tensor, torch.strided  # looked up for every message
-_POLL = PS // 10**6  # asking whether a message is done takes a microsecond
-
-
 class SimulatedComm(Comm):
     """A simulated rank's view of its communicator; `members` are the ranks of the whole run that belong to it."""
 
@@ -95,30 +51,27 @@ class SimulatedComm(Comm):
         self.rank, self.size = members.index(me), len(members)
         self.device, self.seed, self.checks = torch.device("cpu"), world.seed, world.checks
         self.records_work = world.cluster.device is not None or world.clock_kind != "stated"
-        self._splits, self._channels, self._statements, self._thread = 0, {}, 0, get_ident()
-        self._scheduler, self._clock = world.scheduler, world.scheduler.clock
-        self._open, self._receiving = world.open[me], world.receiving[me]
+        self._splits, self._statements = 0, 0
+        self._thread = get_ident() if world.lazy_clock is None else None  # whose calls need no second look
+        self._outgoing, self._incoming = {}, {}  # (peer, tag) -> channel
+        self._scheduler, self._clock, self._lazy_clock = world.scheduler, world.scheduler.clock, world.lazy_clock
+        self._sends_open, self._receives_open = world.sends_open[me], world.receives_open[me]
+        self._spans, self._scattered = world.spans[me], world.scattered[me]
+        self._rows, self._aside = world.scheduler.rows[me], world.aside
         self._site = None  # the learner's line, while a collective says that all it sends belongs to one call
 
     # --- messages --------------------------------------------------------------------------------------------------
     def isend(self, x, to, tag=0):
-        if to.__class__ is not int or not 0 <= to < self.size or tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
-            self._check_peer(to, tag, "send to")
-        return self._post(x, to, tag, True, "isend")
+        return self._send(x, to, tag, "isend")
 
     def irecv(self, buf, frm, tag=0):
-        if frm.__class__ is not int or not 0 <= frm < self.size or tag.__class__ is not int or not 0 <= tag <= MAX_TAG:
-            self._check_peer(frm, tag, "receive from")
-        return self._post(buf, frm, tag, False, "irecv")
+        return self._receive(buf, frm, tag, "irecv")
 
     def send(self, x, to, tag=0):
-        self._check_peer(to, tag, "send to")
-        self._post(x, to, tag, True, "send").wait()
+        self._send(x, to, tag, "send").wait()
 
     def recv(self, buf, frm, tag=0):
-        self._check_peer(frm, tag, "receive from")
-        self._post(buf, frm, tag, False, "recv").wait()
-        return buf
+        return self._receive(buf, frm, tag, "recv").wait()
 
     def exchange(self, x, to, buf, frm, tag=0):
         if to.__class__ is not int or not 0 <= to < self.size or frm.__class__ is not int or not 0 <= frm < self.size or tag != 0:
@@ -126,98 +79,144 @@ class SimulatedComm(Comm):
             self._check_peer(frm, tag, "receive from")
         if x is buf or (x.is_cpu and buf.is_cpu and share_memory(x, buf)):
             x = x.clone()  # what was there before the receive is what travels
-        incoming = self._post(buf, frm, tag, False, "exchange recv")
-        outgoing = self._post(x, to, tag, True, "exchange send")
+        incoming = self._receive(buf, frm, tag, "exchange recv")
+        outgoing = self._send(x, to, tag, "exchange send")
         incoming.wait()
         outgoing.wait()
         return buf
 
-    def _post(self, x, peer, tag, sending, op):
-        if x.__class__ is not _TENSOR or not x.is_cpu or x.layout is not _STRIDED:
-            self._check_tensor(x, "send" if sending else "receive into")
-        world, me = self._world, self._me
+    def _send(self, x, to, tag, op):
+        channel = self._outgoing.get((to, tag)) if to.__class__ is int and tag.__class__ is int else None
+        if channel is None:
+            channel = self._channel(to, tag, True)
+        start = raw_address(x)
+        if not start:
+            self._check_tensor(x, "send")
         if get_ident() != self._thread:
+            self._begin(op)
+        post = Send()
+        post.comm, post.channel, post.tensor, post.op, post.start = self, channel, x, op, start
+        post.dtype = dtype = x.dtype
+        post.nbytes = nbytes = x.nbytes
+        post.time = self._clock[self._me]
+        post.done_at = post.receive = None
+        if self.checks:
+            post.site = self._site or call_site(3)
+            if start:
+                post.payload = take_bytes(start, nbytes)  # what was given now is what travels
+                spans = self._spans
+                i = bisect(spans, start)
+                if (i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered) and to != self.rank:
+                    self._refuse_shared(post)
+            else:
+                with self._world.paused(self._me):
+                    post.payload = x.detach().clone()
+                if to != self.rank:
+                    self._refuse_shared(post)
+            try:
+                post.version = x._version  # torch counts writes
+            except RuntimeError:  # except in inference mode
+                post.version = None
+        else:
+            post.site, post.payload, post.version = None, x.detach(), None
+        self._sends_open[post] = None
+        if channel.receives:
+            receive = channel.receives.popleft()
+            if nbytes != receive.nbytes or dtype is not receive.dtype or not start or x.ndim != 1 or receive.tensor.ndim != 1:
+                self._check_fit(post, receive)
+            self._scheduler.meet(channel, post, receive, True)
+        else:
+            channel.sends.append(post)
+            channel.exit.open += 1
+        return post
+
+    def _receive(self, x, frm, tag, op):
+        channel = self._incoming.get((frm, tag)) if frm.__class__ is int and tag.__class__ is int else None
+        if channel is None:
+            channel = self._channel(frm, tag, False)
+        start, checked = raw_address(x), self.checks and frm != self.rank
+        if not start:
+            self._check_tensor(x, "receive into")
+        if get_ident() != self._thread:
+            self._begin(op)
+        post = Receive()
+        post.comm, post.channel, post.tensor, post.op, post.start = self, channel, x, op, start
+        post.dtype = dtype = x.dtype
+        post.nbytes = nbytes = x.nbytes
+        post.time = self._clock[self._me]
+        post.done_at = post.send = None
+        post.site = (self._site or call_site(3)) if self.checks else None
+        if start:
+            if checked:
+                spans = self._spans
+                i = bisect(spans, start)
+                if i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered:
+                    self._refuse_shared(post)
+                spans[i:i] = start, start + nbytes
+        else:
+            if not x.is_contiguous() and overlaps(x):
+                raise ValueError(
+                    f"rank {self.rank}: receive into an expanded tensor, whose elements share memory; try torch.empty"
+                )
+            checked = checked and x.is_cpu and x.__class__ is torch.Tensor
+            if checked:
+                self._refuse_shared(post)
+                self._scattered[post] = None
+        self._receives_open[post] = checked
+        if channel.sends:
+            send = channel.sends.popleft()
+            if nbytes != send.nbytes or dtype is not send.dtype or not send.start or x.ndim != 1 or send.tensor.ndim != 1:
+                self._check_fit(send, post)
+            self._scheduler.meet(channel, send, post, False)
+        else:
+            channel.receives.append(post)
+            channel.entry.open += 1
+        return post
+
+    def _begin(self, op):
+        if get_ident() != self._scheduler.threads[self._me].ident:
             raise RuntimeError(
                 f"rank {self.rank}: {op} in another thread than its program's; simulated ranks have one thread each, use fw.run"
             )
-        if world.lazy_clock is not None:
-            world.lazy_clock(me)
-        checks, contiguous, nbytes = self.checks, x.is_contiguous(), x.nbytes  # asked once: torch takes long to answer
-        post = _Post()
-        post.comm, post.tensor, post.peer, post.tag, post.sending, post.op, post.finished = self, x, peer, tag, sending, op, False
-        post.done_at = post.message = post.payload = None
-        post.time, post.nbytes = self._clock[me], nbytes
-        post.site = (self._site or call_site(3)) if checks else None
-        if sending:
-            if checks:
-                post.payload = x.detach().clone() if x.requires_grad else x.clone()  # what was given now is what travels
-                post.version = None if x.is_inference() else x._version  # torch counts writes, except in inference mode
-            else:
-                post.payload = x.detach()
-        elif not contiguous and overlaps(x):
-            raise ValueError(f"rank {self.rank}: receive into an expanded tensor, whose elements share memory; try torch.empty")
-        channel = self._channels.get((peer, tag, sending))
-        if channel is None:
-            src, dst = (me, self._members[peer]) if sending else (self._members[peer], me)
-            channel = self._channels[peer, tag, sending] = self._scheduler.channel((src, dst, self._context, tag), src, dst)
-        receiving = self._receiving
-        if checks and (receiving or not sending) and peer != self.rank and x.is_cpu and x.__class__ is _TENSOR:
-            # a receive that is not done yet must not touch the same bytes: real ranks refuse that too
-            start = x.data_ptr()
-            start, end = (start, start + nbytes) if contiguous else reach(x)
-            for other, (first, last) in receiving.items():
-                if start < last and first < end and share_memory(x, other.tensor):
-                    raise MismatchError(explain_shared(other.call, post.call), rank=me)
-            if not sending:
-                receiving[post] = start, end
-        self._open[post] = None
-        message = self._scheduler.post(channel, post, sending)
-        if message is not None:
-            other = message.receive.tensor if sending else message.send.tensor
-            if x.shape != other.shape or x.dtype != other.dtype or (x.is_cpu != other.is_cpu and message.send.tensor.is_meta):
-                self._mismatch(message.send, message.receive)
-            self._scheduler.matched(message)
-        return post
+        self._lazy_clock(self._me)
 
-    def _mismatch(self, send, receive):
+    def _channel(self, peer, tag, sending):
+        if tag.__class__ is not str:  # an internal channel has a name
+            self._check_peer(peer, tag, "send to" if sending else "receive from")
+        src, dst = (self._me, self._members[peer]) if sending else (self._members[peer], self._me)
+        known = self._outgoing if sending else self._incoming
+        channel = known[peer, tag] = self._scheduler.channel((src, dst, self._context, tag), src, dst, tag)
+        return channel
+
+    def _refuse_shared(self, post):
+        """A receive that is not done yet must not touch the bytes of another message: real ranks refuse that too."""
+        x = post.tensor
+        if not x.is_cpu or x.__class__ is not torch.Tensor:
+            return
+        for other, checked in self._receives_open.items():
+            if checked and share_memory(x, other.tensor):
+                raise MismatchError(explain_shared(other.call, post.call), rank=self._me)
+
+    def _check_fit(self, send, receive):
+        numbers = receive.tensor.is_meta or not send.tensor.is_meta  # where some are wanted, there are some
+        if send.tensor.shape == receive.tensor.shape and send.dtype is receive.dtype and numbers:
+            return
         more = "\nThe sender's tensor is a meta tensor, which has no numbers." if send.tensor.is_meta else ""
         raise MismatchError(explain_mismatch(send.call, receive.call) + more, rank=self._me)
 
-    def _finish(self, post):
-        world, me = self._world, self._me
-        if world.lazy_clock is not None:
-            world.lazy_clock(me)
-        clock, scheduler = self._clock, self._scheduler
-        before, done_at = clock[me], post.done_at
-        if done_at is None or scheduler.stopping:
-            scheduler.wait(me, post)
-        elif done_at > before:  # as wait() does; most messages have arrived before anybody asks
-            clock[me] = done_at
-        after = clock[me]
-        if after > before and me not in world.aside:
-            name = "wait to send" if post.sending else "wait to receive"
-            world.events[me].append(
-                (me, "compute", "wait", name, before, after, 0, self._members[post.peer], None, None, "modelled")
-            )
-        post.finished = True
-        self._open.pop(post, None)
-        if post.sending:
-            if (
-                self.checks
-                and post.version is not None
-                and post.version != post.tensor._version
-                and not _same_bits(post.tensor, post.payload)
-            ):
-                raise MismatchError(f"the buffer of an isend was changed before its wait()\n  {describe(post.call)}", rank=me)
-        else:
-            self._receiving.pop(post, None)
-            x = post.tensor
-            if x.is_inference():
-                with torch.inference_mode():
-                    x.copy_(post.payload)
-            else:
-                (x.detach() if x.requires_grad else x).copy_(post.payload)
-        post.payload = post.message = None  # the message knows its posts: a circle would keep the tensors until a collection
+    def _wait(self, post, send):
+        """Until `post` is done, which is one side of the message `send` (None while there is no other side)."""
+        me, clock = self._me, self._clock
+        if self._lazy_clock is not None:
+            self._lazy_clock(me)
+        before = clock[me]
+        if post.done_at is None and (send is None or not self._scheduler.deliver_waiting(post.channel, send, post)):
+            self._scheduler.wait(me, post)
+        after = post.done_at
+        if after > before:
+            clock[me] = after
+            if me not in self._aside:
+                self._rows.append(("wait to send" if post.__class__ is Send else "wait to receive", post.peer, before, after))
 
     def _idle(self, picoseconds):
         self._clock[self._me] += picoseconds
@@ -245,8 +244,8 @@ class SimulatedComm(Comm):
 
     def _internal(self, x, to, buf, frm, name):
         """Exchange on a channel of its own, which no tag of the learner's can reach."""
-        incoming = self._post(buf, frm, name, False, name)
-        outgoing = self._post(x, to, name, True, name)
+        incoming = self._receive(buf, frm, name, name)
+        outgoing = self._send(x, to, name, name)
         incoming.wait()
         outgoing.wait()
 
@@ -270,26 +269,17 @@ class SimulatedComm(Comm):
             world.work(me, flops or 0, bytes or 0, torch.float32)
         if self._clock[me] > start and me not in world.aside:
             source = "measured" if world.clock_kind == "measured" and not stated else "modelled"
-            world.events[me].append((me, "compute", kind, label, start, self._clock[me], 0, None, microbatch, stage, source))
+            self._rows.append((me, "compute", kind, label, start, self._clock[me], 0, None, microbatch, stage, source))
 
     def clock(self):
         return self._clock[self._me]
 
     def mark_live(self, bytes):
         now = self._clock[self._me]
-        self._world.events[self._me].append(
-            (self._me, "memory", "live", "live", now, now, int(bytes), None, None, None, "modelled")
-        )
+        self._rows.append((self._me, "memory", "live", "live", now, now, int(bytes), None, None, None, "modelled"))
 
     @property
     def native(self):
         raise RuntimeError(
             "comm.native is torch.distributed, which simulated ranks do not have; use fw.run, or test `comm.simulated` first"
         )
-
-
-def _same_bits(a, b) -> bool:
-    if a.is_meta:
-        return True
-    a, b = a.detach().contiguous().reshape(-1), b.reshape(-1)
-    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8))) if a.numel() else True

@@ -31,6 +31,7 @@ from .failures import interrupted
 from .machine import repeatable, seed_of
 from .meter import Meter
 from .output import Output
+from .posts import as_tensor
 from .prints import apart
 from .result import Run
 from .scheduler import Scheduler
@@ -50,9 +51,12 @@ class _World:
 
     def __init__(self, size, cluster, seed, checks, clock, on_message):
         self.cluster, self.seed, self.checks, self.clock_kind, self.on_message = cluster, seed, checks, clock, on_message
-        self.events: list[list[tuple]] = [[] for _ in range(size)]
-        self.open: list[dict] = [{} for _ in range(size)]  # posts that nobody has waited for yet
-        self.receiving: list[dict] = [{} for _ in range(size)]  # of these the receives: post -> (first byte, behind the last)
+        self.sends_open: list[dict] = [{} for _ in range(size)]  # a rank's sends that nobody has waited for yet, as keys
+        self.receives_open: list[dict] = [{} for _ in range(size)]  # its receives: post -> whether its bytes must be let alone
+        self.spans: list[list[int]] = [
+            [] for _ in range(size)
+        ]  # of these with contiguous bytes: where they begin and end, sorted
+        self.scattered: list[dict] = [{} for _ in range(size)]  # the others
         self.begun: list[dict] = [{} for _ in range(size)]  # jobs beside the program that it has not waited for (beside.py)
         self.statements = Table()
         self.aside: set[int] = set()  # ranks on their second clock (beside.py): what they wait there is not the program's
@@ -69,20 +73,19 @@ class _World:
                 found = costs[src, dst, nbytes] = 0 if src == dst else cluster.link(src, dst).picoseconds(nbytes)
             return found
 
-        self.scheduler = Scheduler(size, cost=cost, ports=ports, deliver=self._deliver, in_order=on_message is not None)
+        watch = self._watch if on_message is not None or not checks else None
+        self.scheduler = Scheduler(size, cost=cost, ports=ports, watch=watch, in_order=on_message is not None)
+        self.events = self.scheduler.rows
         self._cpu = [0] * size
         self.lazy_clock = self._advance_cpu if clock == "measured" else None
 
-    def _deliver(self, message):
-        channel, start, end, send = message.channel, message.start, message.end, message.send
-        src, dst, nbytes = channel.src, channel.dst, send.nbytes
-        self.events[src].append((src, "send", "send", "send", start, end, nbytes, dst, None, None, "modelled"))
-        self.events[dst].append((dst, "recv", "recv", "recv", start, end, nbytes, src, None, None, "modelled"))
-        message.receive.payload = (
-            send.payload if self.checks else send.payload.clone()
-        )  # the sender may go on and change its tensor
+    def _watch(self, channel, send, start, end):
+        if not self.checks:
+            with self.paused(self.scheduler.running) if self.scheduler.running is not None else nullcontext():
+                send.receive.payload = send.payload.clone()  # the sender may go on and change its tensor
         if self.on_message is not None:
-            self.on_message(src=src, dst=dst, tag=send.tag, start=start, end=end, tensor=send.payload)
+            about = {"src": channel.src, "dst": channel.dst, "tag": channel.tag, "start": start, "end": end}
+            self.on_message(**about, tensor=as_tensor(send.payload, send))
 
     def work(self, rank, flops, nbytes, dtype):
         self.scheduler.clock[rank] += self.cluster.compute_picoseconds(rank, flops, nbytes, dtype)
@@ -159,8 +162,29 @@ def simulate_ranks(
         output.finish()
         if stream:
             output.show()
-    trace = Trace([e for of_rank in world.events for e in of_rank], ranks=ranks)
+    trace = Trace(_events(world.events), ranks=ranks)
     return Run(values, trace, output.texts, time.perf_counter() - began, "simulator", ranks, output.files)
+
+
+def _events(rows: list[list[tuple]]):
+    """The rows of all ranks as Event's tuples: a message stands as (src, dst, start, end, bytes) with both its ranks, a wait as
+    (name, peer, start, end).
+    """
+    for rank, of_rank in enumerate(rows):
+        sent = None  # the last message that this rank sent: one to itself stands there twice
+        for row in of_rank:
+            if len(row) == 5:
+                src, dst, start, end, nbytes = row
+                if src == rank and row is not sent:
+                    sent = row
+                    yield (rank, "send", "send", "send", start, end, nbytes, dst, None, None, "modelled")
+                else:
+                    yield (rank, "recv", "recv", "recv", start, end, nbytes, src, None, None, "modelled")
+            elif len(row) == 4:
+                name, peer, start, end = row
+                yield (rank, "compute", "wait", name, start, end, 0, peer, None, None, "modelled")
+            else:
+                yield row
 
 
 @contextmanager
@@ -197,7 +221,7 @@ def _deadlock(scheduler, ranks):
 
 def _settle(world):
     """All programs have returned: a message that nobody answered is an error, one that nobody waited for a warning."""
-    left = sorted((p for posts in world.open for p in posts), key=lambda p: (p.comm._me, p.time))
+    left = sorted((p for posts in (*world.sends_open, *world.receives_open) for p in posts), key=lambda p: (p.comm._me, p.time))
     lost = [p.call for p in left if p.done_at is None]
     if lost:
         raise CommError(explain_unanswered(lost), rank=lost[0].rank)

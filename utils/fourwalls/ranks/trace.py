@@ -65,30 +65,32 @@ class Trace:
     """A table of events with the questions that readers ask of it.
 
     `events` is any iterable of Event (or of tuples in Event's order); `ranks` is the number of ranks, so that
-    a rank that did nothing still has its row.
+    a rank that did nothing still has its row. An iterator is gone through when somebody first asks.
     """
 
     def __init__(self, events: Iterable[tuple] = (), *, ranks: int | None = None):
-        self._rows = list(events)
-        self._named = False
-        self.ranks = ranks if ranks is not None else 1 + max((e[0] for e in self._rows), default=-1)
+        self._given, self._events = events if isinstance(events, Iterator) else list(events), None
+        self.ranks = ranks if ranks is not None else 1 + max((e.rank for e in self.events), default=-1)
 
     @property
     def events(self) -> list[Event]:
         """All events, those of rank 0 first where the run recorded them so."""
-        if not self._named:  # on first use: a large run need not pay for names that nobody reads
-            self._rows = [e if type(e) is Event else Event._make(e) for e in self._rows]
-            self._named = True
-        return self._rows
+        if self._events is None:  # on first use: a large run need not pay for names that nobody reads
+            self._events = [e if type(e) is Event else Event._make(e) for e in self._given]
+            self._given = None
+        return self._events
+
+    def __getstate__(self) -> dict:
+        return {"_given": None, "_events": self.events, "ranks": self.ranks}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.events)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
 
     def __eq__(self, other) -> bool:
-        return isinstance(other, Trace) and self.ranks == other.ranks and self._rows == other._rows
+        return isinstance(other, Trace) and self.ranks == other.ranks and self.events == other.events
 
     __hash__ = None
 
