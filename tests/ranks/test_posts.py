@@ -1,0 +1,298 @@
+"""A simulated message: the copy that travels, the buffer that it reaches, the bytes that two messages may not share."""
+
+import pickle
+
+import pytest
+import torch
+
+import fourwalls as fw
+from fourwalls.collectives import ring
+from fourwalls.cost.hardware import Device, uniform
+from fourwalls.ranks.buffers import raw_address
+from fourwalls.ranks.trace import PS, Event, Trace
+
+WIRE = uniform(1e-6, 1e9)  # one microsecond, one nanosecond a byte
+US = PS // 10**6
+
+RAW = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+CONJUGATE = torch.tensor([1 + 2j, 3 - 4j]).conj()
+KINDS = {
+    **{str(dtype): torch.arange(1, 6).to(dtype) for dtype in RAW},
+    "bool": torch.tensor([True, False, True]),
+    "float8": torch.tensor([1.0, -2.0, 0.5]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([1 + 2j, 3 - 4j]),
+    "conjugate": CONJUGATE,
+    "imaginary part of a conjugate": CONJUGATE[:1].imag,
+    "imaginary parts of a conjugate": CONJUGATE.imag,
+    "0-d": torch.tensor(3.0),
+    "empty": torch.zeros(0),
+    "matrix": torch.arange(6.0).view(2, 3),
+    "column": torch.arange(6.0).view(2, 3)[:, 1],
+    "turned": torch.arange(6.0).view(2, 3).T,
+    "inside": torch.arange(6.0)[2:5],
+    "parameter": torch.nn.Parameter(torch.arange(3.0)),
+    "leaf with gradient": torch.arange(3.0).requires_grad_(),
+    "expanded": torch.ones(1).expand(4),
+    "large": torch.arange(100_000.0),
+}
+
+
+def same(a, b):
+    """Equal as numbers; compared in a wide dtype, which holds all of these exactly."""
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.detach().to(wide), b.detach().to(wide))
+
+
+BUFFERS = {kind: ["plain", "strided"] + ["conjugated"] * x.dtype.is_complex for kind, x in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind,buffer", [(kind, buffer) for kind, buffers in BUFFERS.items() for buffer in buffers])
+@pytest.mark.parametrize("checks", [True, False])
+def test_any_tensor_reaches_any_buffer(kind, buffer, checks):
+    x = KINDS[kind]
+
+    def program(comm):
+        if comm.rank:
+            comm.send(x, 0)
+            return None
+        if buffer == "plain":
+            place = torch.zeros(x.shape, dtype=x.dtype)
+        elif buffer == "strided":
+            place = torch.zeros(*x.shape, 2, dtype=x.dtype)[..., 0]
+        else:
+            place = torch.zeros(x.shape, dtype=x.dtype).conj()
+        return comm.recv(place, 1)
+
+    run = fw.simulate(program, ranks=2, cluster=WIRE, checks=checks)
+    assert same(run.values[0], x)
+    assert run.trace.bytes_sent() == x.numel() * x.element_size()
+
+
+def test_only_tensors_that_are_nothing_but_bytes_travel_as_bytes():
+    by_torch = {
+        *("float8", "complex", "conjugate", "imaginary part of a conjugate", "imaginary parts of a conjugate"),
+        *("empty", "column", "turned", "expanded", "parameter"),
+    }
+    assert {kind for kind, x in KINDS.items() if not raw_address(x)} == by_torch
+    assert raw_address(torch.zeros(2, device="meta")) == 0
+    assert raw_address(torch.zeros(2).to_sparse()) == 0
+    assert raw_address("tensor") == 0
+
+
+@pytest.mark.parametrize("x", [torch.zeros(3), torch.zeros(3, 2).T, torch.zeros(3, dtype=torch.complex64)], ids=str)
+def test_receiving_counts_as_a_write_for_autograd(x):
+    def program(comm):
+        if comm.rank:
+            comm.send(x, 0)
+            return None
+        place, w = torch.zeros_like(x), torch.ones_like(x).requires_grad_()
+        y = (w * place).abs().sum()
+        comm.recv(place, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+        return True
+
+    assert fw.simulate(program, ranks=2, cluster=WIRE).values[0]
+
+
+@pytest.mark.parametrize("x", [torch.arange(3.0), torch.arange(6.0)[::2]], ids=["bytes", "by torch"])
+def test_what_was_given_is_what_travels_and_a_later_write_is_named(x):
+    def program(comm, undo):
+        mine = x.clone() if x.is_contiguous() else torch.stack([x, x], 1)[:, 0]
+        if comm.rank == 0:
+            request = comm.isend(mine, 1)
+            mine += 1
+            if undo:
+                mine -= 1
+            request.wait()
+            return None
+        return comm.recv(torch.zeros(3), 0)
+
+    assert fw.simulate(program, True, ranks=2, cluster=WIRE).values[1].tolist() == x.tolist()
+    with pytest.raises(fw.MismatchError, match=r"changed before its wait\(\)"):
+        fw.simulate(program, False, ranks=2, cluster=WIRE)
+
+
+@pytest.mark.parametrize("side", ["send", "receive", "pending receive"])
+def test_memory_that_was_given_back_is_an_error_in_words(side):
+    def program(comm):
+        x = torch.ones(1000)
+        if comm.rank == 0:
+            if side == "send":
+                x.untyped_storage().resize_(0)
+            comm.send(x, 1)
+            return
+        if side == "receive":
+            x.untyped_storage().resize_(0)
+        request = comm.irecv(x, 0)
+        if side == "pending receive":
+            x.untyped_storage().resize_(0)
+        request.wait()
+
+    with pytest.raises(fw.RankError, match="memory was given back") as error:
+        fw.simulate(program, ranks=2, cluster=WIRE)
+    assert error.value.rank == (0 if side == "send" else 1)
+
+
+def test_a_buffer_that_has_moved_gets_its_message_where_it_is_now():
+    def program(comm):
+        if comm.rank == 0:
+            comm.send(torch.arange(4.0), 1)
+            return None
+        x = torch.zeros(4)
+        request = comm.irecv(x, 0)
+        x.set_(torch.zeros(4))
+        return request.wait()
+
+    assert fw.simulate(program, ranks=2, cluster=WIRE).values[1].tolist() == [0, 1, 2, 3]
+
+
+PLACES = {  # (first element, length) of a receive under way, of a second message; whether they touch
+    "the same": ((4, 4), (4, 4), True),
+    "inside": ((4, 4), (5, 1), True),
+    "around": ((4, 4), (2, 8), True),
+    "begins before": ((4, 4), (2, 3), True),
+    "ends behind": ((4, 4), (7, 3), True),
+    "the first element": ((4, 4), (4, 1), True),
+    "the last element": ((4, 4), (7, 1), True),
+    "just before": ((4, 4), (0, 4), False),
+    "just behind": ((4, 4), (8, 4), False),
+}
+
+
+@pytest.mark.parametrize("second", ["isend", "irecv"])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("others", [(), ((0, 2),), ((14, 2),), ((0, 2), (14, 2)), ((2, 2), (12, 2))], ids=str)
+def test_bytes_of_a_receive_under_way_belong_to_it(second, where, others):
+    (a, n), (b, m), touch = PLACES[where]
+    others = [(k, length) for k, length in others if k + length <= b or b + m <= k]
+
+    def program(comm):
+        x = torch.zeros(16)
+        if comm.rank:
+            requests = [comm.isend(torch.ones(length), 0, tag=9) for _, length in others]
+            requests += [comm.isend(torch.ones(n), 0)]
+            requests += [comm.irecv(torch.zeros(m), 0, tag=1) if second == "isend" else comm.isend(torch.ones(m), 0, tag=1)]
+        else:
+            requests = [comm.irecv(x[k : k + length], 1, tag=9) for k, length in others]
+            requests += [comm.irecv(x[a : a + n], 1)]
+            post = comm.isend if second == "isend" else comm.irecv
+            requests += [post(x[b : b + m], 1, tag=1)]
+        for request in requests:
+            request.wait()
+        return x
+
+    if touch:
+        with pytest.raises(fw.MismatchError, match="touch the same memory"):
+            fw.simulate(program, ranks=2, cluster=WIRE)
+    else:
+        x = fw.simulate(program, ranks=2, cluster=WIRE).values[0]
+        written = {i for k, length in [*others, (a, n), *([(b, m)] if second == "irecv" else [])] for i in range(k, k + length)}
+        assert x.nonzero().flatten().tolist() == sorted(written)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=str)
+def test_bytes_are_free_again_after_the_wait(order):
+    """Three neighbours are received, waited for in any order; each place is used again at once while the others are under way."""
+
+    def program(comm):
+        x = torch.zeros(9)
+        places = x.split(3)
+        if comm.rank:
+            for tag in (0, 1, 2):
+                comm.isend(torch.full((3,), float(tag)), 0, tag=tag).wait()
+            for tag in order:
+                comm.send(torch.full((3,), 10.0 + tag), 0, tag=tag)
+            return None
+        requests = [comm.irecv(places[tag], 1, tag=tag) for tag in (0, 1, 2)]
+        again = []
+        for tag in order:
+            requests[tag].wait()
+            again.append(comm.irecv(places[tag], 1, tag=tag))
+            for other in set(order) - {tag}:
+                if not requests[other].done:
+                    with pytest.raises(fw.MismatchError, match="touch the same memory"):
+                        comm.isend(places[other][1:2], 1, tag=7)
+        for request in again:
+            request.wait()
+        return x
+
+    x = fw.simulate(program, ranks=2, cluster=WIRE).values[0]
+    assert x.tolist() == [10.0] * 3 + [11.0] * 3 + [12.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["torch.float32", "complex", "matrix", "parameter"])
+@pytest.mark.parametrize("checks", [True, False])
+def test_copies_of_messages_are_no_work_of_the_modelled_device(kind, checks):
+    x = KINDS[kind]
+    here = [x, torch.zeros(x.shape, dtype=x.dtype)]  # made outside: nothing but the message takes time
+
+    def program(comm):
+        if comm.rank == 0:
+            comm.send(here[0], 1)
+        else:
+            comm.recv(here[1], 0)
+        return comm.clock()
+
+    cluster = uniform(1e-6, 1e9, device=Device("toy", {"float32": 1e9}, 10**9, 1e9))
+    run = fw.simulate(program, ranks=2, cluster=cluster, clock="roofline", checks=checks)
+    assert run.values == [US + x.numel() * x.element_size() * US // 1000] * 2
+
+
+def test_messages_of_one_channel_arrive_in_order_whichever_is_waited_for_first():
+    def program(comm):
+        a, b = torch.zeros(1000), torch.zeros(1000)
+        if comm.rank == 0:
+            with comm.compute("late", seconds=1e-3):
+                pass
+            requests = [comm.isend(a, 1), comm.isend(b, 1)]
+            for request in requests:
+                request.wait()
+            return None
+        first, second = comm.irecv(a, 0), comm.irecv(b, 0)
+        second.wait()
+        there = comm.clock()
+        first.wait()
+        return there, comm.clock()
+
+    assert fw.simulate(program, ranks=2, cluster=WIRE).values[1] == (1000 * US + 10 * US, 1000 * US + 10 * US)
+
+
+@pytest.mark.parametrize("n", [13, 16])
+def test_a_ring_takes_the_same_time_whether_messages_are_watched_or_not(n):
+    """Watched messages are delivered strictly by time; the others by the local rule, which must come to the same."""
+
+    def program(comm):
+        ring.all_reduce(comm, torch.ones(1000))
+        return comm.clock()
+
+    ahead = fw.simulate(program, ranks=n, cluster="a100-selene")
+    strict = fw.simulate(program, ranks=n, cluster="a100-selene", on_message=lambda **message: None)
+    assert ahead.values == strict.values
+    assert sorted(map(repr, ahead.trace)) == sorted(map(repr, strict.trace))
+
+
+def test_a_trace_is_made_when_asked_for_once_and_can_be_copied():
+    def program(comm):
+        comm.exchange(torch.ones(2), comm.rank, torch.zeros(2), comm.rank)  # to oneself
+        comm.exchange(torch.ones(2), 1 - comm.rank, torch.zeros(2), 1 - comm.rank)
+
+    trace = fw.simulate(program, ranks=2, cluster=WIRE).trace
+    copy = pickle.loads(pickle.dumps(fw.simulate(program, ranks=2, cluster=WIRE).trace))
+    assert copy == trace and len(trace) == len(trace.events) and trace.events is trace.events
+    assert [(e.kind, e.peer) for e in trace if e.rank == 0 and e.kind != "wait"][:2] == [("send", 0), ("recv", 0)]
+    assert trace.messages_sent() == 4
+    rows = [Event(0, "mark", "mark", "a", 0, 0)]
+    made = Trace(rows)
+    rows.append(Event(1, "mark", "mark", "b", 0, 0))
+    assert len(made) == 1
