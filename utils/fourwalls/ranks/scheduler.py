@@ -110,34 +110,12 @@ class Scheduler:
             self.channels[key] = found
         return found
 
-    def meet(self, channel: Channel, send, receive, sending: bool) -> None:
-        """A send and a receive that fit are a message from now on, the one that was posted last (`sending`: the send) just now.
-
-        It is delivered at once if no other message, posted or still to come, can be ready earlier on its two ports: if all that
-        its two ranks have under way is on this channel, and neither can still post anything that is earlier (exact, and local).
+    def meet(self, channel: Channel, send, receive) -> None:
+        """A send and a receive that fit are a message from now on. It is delivered when a rank waits for it, or when its time
+        comes: as long as both its ranks go on, one of them may post what goes first.
         """
         send.receive, receive.send = receive, send
-        exit, entry = channel.exit, channel.entry  # the new post is not counted there yet
-        if sending:
-            now, other, rank = send.time, receive, channel.dst
-        else:
-            now, other, rank = receive.time, send, channel.src
-        blocked = self.blocked_on[rank] is other
-        if (
-            (blocked or self.clock[rank] >= now)
-            and other.time <= now
-            and not channel.waiting
-            and (exit.open == (0 if sending else len(channel.sends) + 1))
-            and (entry.open == (len(channel.receives) + 1 if sending else 0))
-            and (self._local or self._is_local(channel))
-        ):
-            (entry if sending else exit).open -= 1
-            end = self._deliver(channel, send, now)
-            if blocked:
-                self._wake(rank, end)
-            return
-        send.ready = now if now > other.time else other.time
-        (exit if sending else entry).open += 1
+        send.ready = send.time if send.time > receive.time else receive.time
         channel.waiting.append(send)
         self._fresh.append(send)
 
@@ -146,11 +124,14 @@ class Scheduler:
         return not self._in_order and (self._ports is None or not self._ports(channel.src, channel.dst))
 
     def deliver_waiting(self, channel: Channel, send, post) -> bool:
-        """A rank waits for `post`, one side of the message `send`: deliver it if its turn has come by that."""
+        """A rank waits for `post`, one side of the message `send`: deliver it if no other message, posted or still to come, can go
+        before it on its two ports (exact, and local): if all that its two ranks have under way is on this channel, and the other
+        rank is past the time at which the message is ready, or waits too.
+        """
         other, rank = (send.receive, channel.dst) if post is send else (send, channel.src)
-        blocked, waiting = self.blocked_on[rank] is other, channel.waiting
+        blocked, waiting, ahead = self.blocked_on[rank], channel.waiting, self.clock[rank] - send.ready
         if (
-            (self.clock[rank] < send.ready and not blocked)
+            (ahead <= 0 and blocked is not other and (ahead < 0 or blocked is None))
             or waiting[0] is not send
             or channel.exit.open != len(channel.sends) + len(waiting)
             or channel.entry.open != len(channel.receives) + len(waiting)
@@ -161,7 +142,7 @@ class Scheduler:
         channel.exit.open -= 1
         channel.entry.open -= 1
         end = self._deliver(channel, send, send.ready)
-        if blocked:
+        if blocked is other:
             self._wake(rank, end)
         return True
 

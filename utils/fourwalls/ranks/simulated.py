@@ -124,10 +124,10 @@ class SimulatedComm(Comm):
             receive = channel.receives.popleft()
             if nbytes != receive.nbytes or dtype is not receive.dtype or not start or x.ndim != 1 or receive.tensor.ndim != 1:
                 self._check_fit(post, receive)
-            self._scheduler.meet(channel, post, receive, True)
+            self._scheduler.meet(channel, post, receive)
         else:
             channel.sends.append(post)
-            channel.exit.open += 1
+        channel.exit.open += 1
         return post
 
     def _receive(self, x, frm, tag, op):
@@ -167,10 +167,10 @@ class SimulatedComm(Comm):
             send = channel.sends.popleft()
             if nbytes != send.nbytes or dtype is not send.dtype or not send.start or x.ndim != 1 or send.tensor.ndim != 1:
                 self._check_fit(send, post)
-            self._scheduler.meet(channel, send, post, False)
+            self._scheduler.meet(channel, send, post)
         else:
             channel.receives.append(post)
-            channel.entry.open += 1
+        channel.entry.open += 1
         return post
 
     def _begin(self, op):
