@@ -124,9 +124,9 @@ class Scheduler:
         return not self._in_order and (self._ports is None or not self._ports(channel.src, channel.dst))
 
     def deliver_waiting(self, channel: Channel, send, post) -> bool:
-        """A rank waits for `post`, one side of the message `send`: deliver it if no other message, posted or still to come, can go
-        before it on its two ports (exact, and local): if all that its two ranks have under way is on this channel, and the other
-        rank is past the time at which the message is ready, or waits too.
+        """A rank waits for `post`, one side of the message `send`: deliver it if no other, posted or still to come, can go before
+        it on its two ports (exact, and local): if all that its two ranks have under way is on this channel, and the other rank is
+        past the time at which the message is ready, or waits too.
         """
         other, rank = (send.receive, channel.dst) if post is send else (send, channel.src)
         blocked, waiting, ahead = self.blocked_on[rank], channel.waiting, self.clock[rank] - send.ready
