@@ -26,6 +26,10 @@ from .trace import PS
 __all__ = ["SimulatedComm"]
 
 
+class _Name(str):
+    """What an internal channel has instead of a tag; no string of the learner's is one."""
+
+
 class _OneCall:
     """While it is open, every message of `comm` is noted with `site`: to find that anew takes as long as to copy 4 KiB."""
 
@@ -181,7 +185,7 @@ class SimulatedComm(Comm):
         self._lazy_clock(self._me)
 
     def _channel(self, peer, tag, sending):
-        if tag.__class__ is not str:  # an internal channel has a name
+        if tag.__class__ is not _Name:
             self._check_peer(peer, tag, "send to" if sending else "receive from")
         src, dst = (self._me, self._members[peer]) if sending else (self._members[peer], self._me)
         known = self._outgoing if sending else self._incoming
@@ -244,8 +248,8 @@ class SimulatedComm(Comm):
 
     def _internal(self, x, to, buf, frm, name):
         """Exchange on a channel of its own, which no tag of the learner's can reach."""
-        incoming = self._receive(buf, frm, name, name)
-        outgoing = self._send(x, to, name, name)
+        incoming = self._receive(buf, frm, _Name(name), name)
+        outgoing = self._send(x, to, _Name(name), name)
         incoming.wait()
         outgoing.wait()
 
