@@ -214,17 +214,20 @@ def test_bytes_are_free_again_after_the_wait(order):
             for tag in order:
                 comm.send(torch.full((3,), 10.0 + tag), 0, tag=tag)
             return None
-        requests = [comm.irecv(places[tag], 1, tag=tag) for tag in (0, 1, 2)]
+        under_way = {tag: comm.irecv(places[tag], 1, tag=tag) for tag in (0, 1, 2)}
         again = []
         for tag in order:
-            requests[tag].wait()
+            assert comm._spans == sorted(end for p in places for end in (p.data_ptr(), p.data_ptr() + p.nbytes))
+            under_way.pop(tag).wait()
+            left = [places[other] for other in (*under_way, *(t for t in order if t not in under_way and t != tag))]
+            assert comm._spans == sorted(end for p in left for end in (p.data_ptr(), p.data_ptr() + p.nbytes))
             again.append(comm.irecv(places[tag], 1, tag=tag))
-            for other in set(order) - {tag}:
-                if not requests[other].done:
-                    with pytest.raises(fw.MismatchError, match="touch the same memory"):
-                        comm.isend(places[other][1:2], 1, tag=7)
+            for place in places:
+                with pytest.raises(fw.MismatchError, match="touch the same memory"):
+                    comm.isend(place[1:2], 1, tag=7)
         for request in again:
             request.wait()
+        assert not comm._spans and not comm._receives_open and not comm._sends_open
         return x
 
     x = fw.simulate(program, ranks=2, cluster=WIRE).values[0]

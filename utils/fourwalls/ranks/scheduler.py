@@ -126,12 +126,12 @@ class Scheduler:
     def deliver_waiting(self, channel: Channel, send, post) -> bool:
         """A rank waits for `post`, one side of the message `send`: deliver it if no other, posted or still to come, can go before
         it on its two ports (exact, and local): if all that its two ranks have under way is on this channel, and the other rank is
-        past the time at which the message is ready, or waits too.
+        not behind the time at which the message is ready, or waits for it too.
         """
         other, rank = (send.receive, channel.dst) if post is send else (send, channel.src)
-        blocked, waiting, ahead = self.blocked_on[rank], channel.waiting, self.clock[rank] - send.ready
+        blocked, waiting = self.blocked_on[rank] is other, channel.waiting
         if (
-            (ahead <= 0 and blocked is not other and (ahead < 0 or blocked is None))
+            (self.clock[rank] < send.ready and not blocked)
             or waiting[0] is not send
             or channel.exit.open != len(channel.sends) + len(waiting)
             or channel.entry.open != len(channel.receives) + len(waiting)
@@ -142,7 +142,7 @@ class Scheduler:
         channel.exit.open -= 1
         channel.entry.open -= 1
         end = self._deliver(channel, send, send.ready)
-        if blocked is other:
+        if blocked:
             self._wake(rank, end)
         return True
 
