@@ -8,6 +8,7 @@ import torch
 import fourwalls as fw
 from fourwalls.collectives import ring
 from fourwalls.cost.hardware import Device, uniform
+from fourwalls.ranks import simulated
 from fourwalls.ranks.buffers import raw_address
 from fourwalls.ranks.trace import PS, Event, Trace
 
@@ -34,6 +35,7 @@ KINDS = {
     "conjugate": CONJUGATE,
     "imaginary part of a conjugate": CONJUGATE[:1].imag,
     "imaginary parts of a conjugate": CONJUGATE.imag,
+    "contiguous view that negates": CONJUGATE.imag.as_strided((3,), (1,)),
     "0-d": torch.tensor(3.0),
     "empty": torch.zeros(0),
     "matrix": torch.arange(6.0).view(2, 3),
@@ -81,7 +83,7 @@ def test_any_tensor_reaches_any_buffer(kind, buffer, checks):
 def test_only_tensors_that_are_nothing_but_bytes_travel_as_bytes():
     by_torch = {
         *("float8", "complex", "conjugate", "imaginary part of a conjugate", "imaginary parts of a conjugate"),
-        *("empty", "column", "turned", "expanded", "parameter"),
+        *("contiguous view that negates", "empty", "column", "turned", "expanded", "parameter"),
     }
     assert {kind for kind, x in KINDS.items() if not raw_address(x)} == by_torch
     assert raw_address(torch.zeros(2, device="meta")) == 0
@@ -155,6 +157,116 @@ def test_a_buffer_that_has_moved_gets_its_message_where_it_is_now():
         return request.wait()
 
     assert fw.simulate(program, ranks=2, cluster=WIRE).values[1].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "change"),
+    [
+        ((8,), lambda b, big: b.resize_(2)),
+        ((8,), lambda b, big: b.resize_(16)),
+        ((8,), lambda b, big: b.set_(big[:2])),
+        ((2, 3), lambda b, big: b.t_()),
+    ],
+    ids=["smaller", "larger", "part of another", "turned"],
+)
+def test_a_buffer_that_was_given_another_shape_is_named(shape, change):
+    def program(comm):
+        if comm.rank == 0:
+            comm.send(torch.ones(shape), 1)
+            return
+        b, big = torch.zeros(shape), torch.zeros(8)
+        request = comm.irecv(b, 0)
+        change(b, big)
+        with pytest.raises(fw.MismatchError, match="another shape") as error:
+            request.wait()
+        assert error.value.rank == 1 and not big.any()
+        request.wait()  # it is over
+
+    fw.simulate(program, ranks=2, cluster=WIRE)
+
+
+def test_a_square_that_was_turned_holds_what_was_sent():
+    def program(comm):
+        if comm.rank == 0:
+            comm.send(torch.arange(4.0).view(2, 2), 1)
+            return None
+        b = torch.zeros(2, 2)
+        request = comm.irecv(b, 0)
+        b.t_()
+        return request.wait()
+
+    assert fw.simulate(program, ranks=2, cluster=WIRE).values[1].tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_wait_that_failed_is_over():
+    def program(comm):
+        if comm.rank == 1:
+            return comm.recv(torch.zeros(4), 0).tolist()
+        x = torch.zeros(4)
+        request = comm.isend(x, 1)
+        x[0] = 1
+        with pytest.raises(fw.MismatchError, match="changed before"):
+            request.wait()
+        request.wait()
+        return request.done
+
+    assert fw.simulate(program, ranks=2, cluster=WIRE).values == [True, [0, 0, 0, 0]]
+
+
+def test_bytes_are_remembered_as_they_were_posted():
+    """A buffer that moves while it waits: its old bytes still belong to it, and nothing of it stays behind afterwards."""
+
+    def program(comm):
+        big = torch.zeros(64)
+        if comm.rank == 1:
+            comm.send(torch.ones(8), 0)
+            return
+        a = big[20:28]
+        request = comm.irecv(a, 1)
+        a.set_(torch.zeros(8))
+        with pytest.raises(fw.MismatchError, match="touch the same memory"):
+            comm.irecv(big[24:32], 1, tag=1)
+        assert request.wait().tolist() == [1] * 8 and not big.any() and not comm._spans
+
+    fw.simulate(program, ranks=2, cluster=WIRE)
+
+
+def test_a_watcher_sees_what_was_sent_even_if_the_sender_changes_its_tensor():
+    seen = []
+
+    def program(comm):
+        if comm.rank == 0:
+            x = torch.arange(6.0).view(2, 3)
+            request = comm.isend(x, 1)
+            x.resize_(60)
+            with pytest.raises(fw.MismatchError, match="changed before"):
+                request.wait()
+        else:
+            comm.recv(torch.zeros(2, 3), 0)
+
+    fw.simulate(program, ranks=2, cluster=WIRE, on_message=lambda **message: seen.append(message["tensor"].tolist()))
+    assert seen == [[[0, 1, 2], [3, 4, 5]]]
+
+
+def test_columns_under_way_do_not_make_every_other_message_slow():
+    def program(comm, columns):
+        places = [torch.zeros(2, 2)[:, 0] for _ in range(columns)] + [torch.zeros(0)]
+        requests = [comm.irecv(place, 1 - comm.rank) for place in places]
+        requests += [comm.irecv(torch.zeros(2), 1 - comm.rank, tag=1) for _ in range(300)]
+        requests += [comm.isend(torch.ones(place.shape), 1 - comm.rank) for place in places]
+        requests += [comm.isend(torch.ones(2), 1 - comm.rank, tag=1) for _ in range(300)]
+        for request in requests:
+            request.wait()
+        return all(bool((place == 1).all()) for place in places)
+
+    asked = []
+    share_memory = simulated.share_memory
+    simulated.share_memory = lambda a, b: asked.append(1) or share_memory(a, b)
+    try:
+        assert all(fw.simulate(program, 100, ranks=2, cluster=WIRE).values)
+    finally:
+        simulated.share_memory = share_memory
+    assert len(asked) < 100  # only where reaches meet, not once for every pair
 
 
 PLACES = {  # (first element, length) of a receive under way, of a second message; whether they touch

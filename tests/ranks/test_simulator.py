@@ -251,6 +251,30 @@ def test_running_ahead_changes_nothing(seed):
     assert len(seen) == 30
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_running_ahead_changes_nothing_where_ranks_wait_in_between(seed):
+    """As above, with waits between the posts: a rank that waits is often behind those that go on. No two things at one time."""
+    generator, ranks = random.Random(seed), 4
+    plan = [[] for _ in range(ranks)]
+    posted = [0] * ranks
+    late = [[] for _ in range(ranks)]
+    for _ in range(25):
+        src, dst = generator.sample(range(ranks), 2)
+        for rank, kind, peer in ((src, "s", dst), (dst, "r", src)):
+            plan[rank] += [("c", generator.random() * 3), (kind, peer, 25)]
+            late[rank].append(posted[rank])
+            posted[rank] += 1
+        for rank in (src, dst):  # both have posted: what they wait for now can end
+            while late[rank] and generator.random() < 0.4:
+                plan[rank].append(("w", late[rank].pop(generator.randrange(len(late[rank])))))
+    for rank in range(ranks):
+        plan[rank] += [("w", k) for k in late[rank]]
+    ahead = fw.simulate(_random_program, plan, ranks=ranks, cluster=WIRE)
+    strict = fw.simulate(_random_program, plan, ranks=ranks, cluster=WIRE, on_message=lambda **message: None)
+    assert ahead.values == strict.values
+    assert sorted(ahead.trace.events, key=repr) == sorted(strict.trace.events, key=repr)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_port_carries_two_messages_at_once(seed):
     plan = _random_plan(random.Random(100 + seed), 6, 40)
@@ -622,6 +646,7 @@ def test_bad_arguments_are_refused_before_anything_starts():
         (lambda c: c.isend(torch.zeros(1), 1, tag=np.int64(3)), r"use int\(np.int64\(3\)\)"),
         (lambda c: c.compute("f", flops="3").__enter__(), "flops='3'"),
         (lambda c: c.isend([1.0], 1), "takes a tensor"),
+        (lambda c: c.exchange([1.0], 1, torch.zeros(1), 1), "takes a tensor"),
         (lambda c: c.isend(torch.eye(2).to_sparse(), 1), "to_dense"),
         (lambda c: c.irecv(torch.zeros(1).expand(3), 1), "share memory"),
         (lambda c: c.native, "simulated"),
@@ -745,6 +770,24 @@ def test_a_program_that_catches_everything_is_parked():
     used = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - used < 0.15  # nobody spins
+
+
+def test_a_released_rank_that_talks_to_itself_for_ever_is_let_go():
+    def program(comm):
+        if comm.rank == 0:
+            raise ValueError("boom")
+        try:
+            comm.recv(torch.zeros(1), 0)
+        finally:
+            while True:
+                place, request = torch.zeros(1), comm.isend(torch.ones(1), comm.rank, 5)
+                comm.recv(place, comm.rank, 5)
+                request.wait()
+
+    before, begun = threading.active_count(), time.perf_counter()
+    with pytest.raises(fw.RankError, match="boom"):
+        fw.simulate(program, ranks=2, cluster=WIRE)
+    assert time.perf_counter() - begun < 2 and threading.active_count() <= before
 
 
 def test_exchange_in_place_and_inference_buffers():

@@ -23,7 +23,7 @@ __all__ = ["Kept", "Watch", "line", "new_storage"]
 
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
-_MODELS_MESSAGES = tuple(f"fourwalls.ranks.{name}" for name in ("simulated", "simulator", "scheduler"))
+_MODELS_MESSAGES = tuple(f"fourwalls.ranks.{name}" for name in ("posts", "simulated", "simulator", "scheduler"))
 
 
 def line() -> tuple[str, int, str]:

@@ -16,7 +16,7 @@ import torch
 __all__ = ["checksum", "overlaps", "put_bytes", "raw_address", "reach", "share_memory", "take_bytes"]
 
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
-# with these a tensor is nothing but its bytes; complex ones can be conjugated without their memory, quantized ones have a scale
+# with these a tensor is nothing but its bytes, unless it is a view that negates; a complex one can be a view that conjugates
 _RAW = frozenset(
     (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -36,9 +36,9 @@ _EXACT_BYTES = 2**26  # beyond this reach, tensors that may share bytes are take
 
 def raw_address(x: torch.Tensor) -> int:
     """Where the bytes of `x` begin in this machine's memory, if they are all there is to it; 0 if not, or if it has none."""
-    raw = x.__class__ is _TENSOR and x.is_cpu and x.layout is _STRIDED and x.dtype in _RAW and x.is_contiguous()
-    # the imaginary part of a conjugate is a view that negates; it is contiguous only where it is one element
-    return x.data_ptr() if raw and (x.nbytes > 8 or not x.is_neg()) else 0
+    if x.__class__ is _TENSOR and x.is_cpu and x.layout is _STRIDED and x.dtype in _RAW and x.is_contiguous() and not x.is_neg():
+        return x.data_ptr()
+    return 0
 
 
 def overlaps(x: torch.Tensor) -> bool:

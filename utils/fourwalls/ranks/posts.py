@@ -12,6 +12,7 @@ Reference: the MPI standard, "Nonblocking Communication" (a buffer belongs to th
 from bisect import bisect
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import increment_version
 
 from .buffers import put_bytes, take_bytes
@@ -30,7 +31,7 @@ class Post(Request):
     `comm`: None when it has been waited for.
     """
 
-    __slots__ = ("channel", "comm", "done_at", "dtype", "nbytes", "op", "payload", "site", "start", "tensor", "time")
+    __slots__ = ("channel", "comm", "done_at", "dtype", "nbytes", "op", "payload", "shape", "site", "start", "tensor", "time")
 
     @property
     def done(self) -> bool:
@@ -47,14 +48,14 @@ class Post(Request):
         comm, tag = self.comm, self.channel.tag
         if isinstance(tag, str):  # an internal channel, which has a name instead of a tag
             tag = 0
-        return Call(comm._me, self.op, self.peer, tag, self.tensor.shape, self.dtype, self.site)
+        return Call(comm._me, self.op, self.peer, tag, self.shape, self.dtype, self.site)
 
 
 def as_tensor(payload, post: Post) -> torch.Tensor:
     """What travels, as a tensor of its own."""
     if payload.__class__ is not bytes:
         return payload
-    return torch.frombuffer(bytearray(payload), dtype=post.dtype).view(post.tensor.shape)
+    return torch.frombuffer(bytearray(payload), dtype=post.dtype).view(post.shape)
 
 
 class Send(Post):
@@ -73,9 +74,13 @@ class Send(Post):
         if self.done_at is None or comm._lazy_clock is not None or self.done_at > comm._clock[comm._me]:
             comm._wait(self, self if self.receive is not None else None)
         del comm._sends_open[self]
-        if self.version is not None and self.version != self.tensor._version and not self._unchanged():
-            raise MismatchError(f"the buffer of an isend was changed before its wait()\n  {describe(self.call)}", rank=comm._me)
-        self.comm = self.payload = None
+        try:
+            if self.version is not None and self.version != self.tensor._version and not self._unchanged():
+                raise MismatchError(
+                    f"the buffer of an isend was changed before its wait()\n  {describe(self.call)}", rank=comm._me
+                )
+        finally:
+            self.comm = self.payload = None
 
     def _unchanged(self) -> bool:
         x, payload = self.tensor.detach(), self.payload
@@ -104,27 +109,31 @@ class Receive(Post):
             return x
         if self.done_at is None or comm._lazy_clock is not None or self.done_at > comm._clock[comm._me]:
             comm._wait(self, self.send)
-        if comm._receives_open.pop(self):
+        if comm._receives_open.pop(self) is not None:
             if self.start:
                 i = bisect(comm._spans, self.start)
                 del comm._spans[i - 1 : i + 1]
             else:
                 del comm._scattered[self]
-        payload = self.payload
-        if self.start and payload.__class__ is bytes and x.data_ptr() == self.start:  # nobody has taken its memory away
-            put_bytes(self.start, payload, self.nbytes)
-            increment_version(x)  # a write that autograd must know of
-        else:
-            comm._check_tensor(x, "receive into")
-            with comm._world.paused(comm._me):
-                _put(x, as_tensor(payload, self))
-        self.comm = self.payload = None
+        try:
+            payload, start, nbytes = self.payload, self.start, self.nbytes
+            raw = start and payload.__class__ is bytes and not _len_torch_dispatch_stack()  # a mode wants to see the write
+            if raw and x.data_ptr() == start and x.nbytes == nbytes and x.is_contiguous():
+                put_bytes(start, payload, nbytes)
+                increment_version(x)  # a write that autograd must know of
+            else:
+                self._put(payload)
+        finally:
+            self.comm = self.payload = None
         return x
 
-
-def _put(x, payload) -> None:
-    if x.is_inference():
-        with torch.inference_mode():
-            x.copy_(payload)
-    else:
-        (x.detach() if x.requires_grad else x).copy_(payload)
+    def _put(self, payload) -> None:
+        x, comm = self.tensor, self.comm
+        comm._check_tensor(x, "receive into")
+        if x.shape != self.shape:
+            raise MismatchError(
+                f"the buffer of an irecv was given another shape, {tuple(x.shape)}, before its wait()\n  {describe(self.call)}",
+                rank=comm._me,
+            )
+        with comm._world.paused(comm._me), torch.inference_mode(x.is_inference() or torch.is_inference_mode_enabled()):
+            (x.detach() if x.requires_grad else x).copy_(as_tensor(payload, self))

@@ -15,7 +15,7 @@ from threading import get_ident
 
 import torch
 
-from .buffers import overlaps, raw_address, share_memory, take_bytes
+from .buffers import overlaps, raw_address, reach, share_memory, take_bytes
 from .comm import Comm, MismatchError, call_site
 from .diagnose import explain_mismatch, explain_shared
 from .groups import barrier, split_groups
@@ -81,6 +81,9 @@ class SimulatedComm(Comm):
         if to.__class__ is not int or not 0 <= to < self.size or frm.__class__ is not int or not 0 <= frm < self.size or tag != 0:
             self._check_peer(to, tag, "send to")
             self._check_peer(frm, tag, "receive from")
+        if not isinstance(x, torch.Tensor) or not isinstance(buf, torch.Tensor):
+            self._check_tensor(x, "send")
+            self._check_tensor(buf, "receive into")
         if x is buf or (x.is_cpu and buf.is_cpu and share_memory(x, buf)):
             x = x.clone()  # what was there before the receive is what travels
         incoming = self._receive(buf, frm, tag, "exchange recv")
@@ -101,7 +104,7 @@ class SimulatedComm(Comm):
         post = Send()
         post.comm, post.channel, post.tensor, post.op, post.start = self, channel, x, op, start
         post.dtype = dtype = x.dtype
-        post.nbytes = nbytes = x.nbytes
+        post.shape, post.nbytes = shape, nbytes = x.shape, x.nbytes
         post.time = self._clock[self._me]
         post.done_at = post.receive = None
         if self.checks:
@@ -111,12 +114,12 @@ class SimulatedComm(Comm):
                 spans = self._spans
                 i = bisect(spans, start)
                 if (i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered) and to != self.rank:
-                    self._refuse_shared(post)
+                    self._refuse_shared(post, (start, start + nbytes))
             else:
                 with self._world.paused(self._me):
                     post.payload = x.detach().clone()
-                if to != self.rank:
-                    self._refuse_shared(post)
+                if to != self.rank and self._receives_open and x.is_cpu and x.__class__ is torch.Tensor:
+                    self._refuse_shared(post, reach(x))
             try:
                 post.version = x._version  # torch counts writes
             except RuntimeError:  # except in inference mode
@@ -126,7 +129,7 @@ class SimulatedComm(Comm):
         self._sends_open[post] = None
         if channel.receives:
             receive = channel.receives.popleft()
-            if nbytes != receive.nbytes or dtype is not receive.dtype or not start or x.ndim != 1 or receive.tensor.ndim != 1:
+            if shape != receive.shape or dtype is not receive.dtype or not start:
                 self._check_fit(post, receive)
             self._scheduler.meet(channel, post, receive)
         else:
@@ -138,7 +141,7 @@ class SimulatedComm(Comm):
         channel = self._incoming.get((frm, tag)) if frm.__class__ is int and tag.__class__ is int else None
         if channel is None:
             channel = self._channel(frm, tag, False)
-        start, checked = raw_address(x), self.checks and frm != self.rank
+        start, reached = raw_address(x), None
         if not start:
             self._check_tensor(x, "receive into")
         if get_ident() != self._thread:
@@ -146,30 +149,30 @@ class SimulatedComm(Comm):
         post = Receive()
         post.comm, post.channel, post.tensor, post.op, post.start = self, channel, x, op, start
         post.dtype = dtype = x.dtype
-        post.nbytes = nbytes = x.nbytes
+        post.shape, post.nbytes = shape, nbytes = x.shape, x.nbytes
         post.time = self._clock[self._me]
         post.done_at = post.send = None
         post.site = (self._site or call_site(3)) if self.checks else None
         if start:
-            if checked:
-                spans = self._spans
+            if self.checks and frm != self.rank:
+                reached, spans = (start, start + nbytes), self._spans
                 i = bisect(spans, start)
                 if i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered:
-                    self._refuse_shared(post)
-                spans[i:i] = start, start + nbytes
+                    self._refuse_shared(post, reached)
+                spans[i:i] = reached
         else:
             if not x.is_contiguous() and overlaps(x):
                 raise ValueError(
                     f"rank {self.rank}: receive into an expanded tensor, whose elements share memory; try torch.empty"
                 )
-            checked = checked and x.is_cpu and x.__class__ is torch.Tensor
-            if checked:
-                self._refuse_shared(post)
-                self._scattered[post] = None
-        self._receives_open[post] = checked
+            if self.checks and frm != self.rank and nbytes and x.is_cpu and x.__class__ is torch.Tensor:
+                reached = reach(x)
+                self._refuse_shared(post, reached)
+                self._scattered[post] = reached
+        self._receives_open[post] = reached
         if channel.sends:
             send = channel.sends.popleft()
-            if nbytes != send.nbytes or dtype is not send.dtype or not send.start or x.ndim != 1 or send.tensor.ndim != 1:
+            if shape != send.shape or dtype is not send.dtype or not send.start:
                 self._check_fit(send, post)
             self._scheduler.meet(channel, send, post)
         else:
@@ -182,7 +185,8 @@ class SimulatedComm(Comm):
             raise RuntimeError(
                 f"rank {self.rank}: {op} in another thread than its program's; simulated ranks have one thread each, use fw.run"
             )
-        self._lazy_clock(self._me)
+        if self._lazy_clock is not None:
+            self._lazy_clock(self._me)
 
     def _channel(self, peer, tag, sending):
         if tag.__class__ is not _Name:
@@ -192,18 +196,19 @@ class SimulatedComm(Comm):
         channel = known[peer, tag] = self._scheduler.channel((src, dst, self._context, tag), src, dst, tag)
         return channel
 
-    def _refuse_shared(self, post):
-        """A receive that is not done yet must not touch the bytes of another message: real ranks refuse that too."""
-        x = post.tensor
-        if not x.is_cpu or x.__class__ is not torch.Tensor:
-            return
-        for other, checked in self._receives_open.items():
-            if checked and share_memory(x, other.tensor):
+    def _refuse_shared(self, post, reached):
+        """A receive that is not done yet must not touch the bytes of another message: real ranks refuse that too. `reached`: from
+        the first byte of the new message to behind its last.
+        """
+        first, last = reached
+        for other, place in self._receives_open.items():
+            meet = place is not None and place[0] < last and first < place[1]
+            if meet and ((post.start and other.start) or share_memory(post.tensor, other.tensor)):  # two without gaps do for sure
                 raise MismatchError(explain_shared(other.call, post.call), rank=self._me)
 
     def _check_fit(self, send, receive):
         numbers = receive.tensor.is_meta or not send.tensor.is_meta  # where some are wanted, there are some
-        if send.tensor.shape == receive.tensor.shape and send.dtype is receive.dtype and numbers:
+        if send.shape == receive.shape and send.dtype is receive.dtype and numbers:
             return
         more = "\nThe sender's tensor is a meta tensor, which has no numbers." if send.tensor.is_meta else ""
         raise MismatchError(explain_mismatch(send.call, receive.call) + more, rank=self._me)
@@ -213,9 +218,11 @@ class SimulatedComm(Comm):
         me, clock = self._me, self._clock
         if self._lazy_clock is not None:
             self._lazy_clock(me)
-        before = clock[me]
-        if post.done_at is None and (send is None or not self._scheduler.deliver_waiting(post.channel, send, post)):
-            self._scheduler.wait(me, post)
+        before, scheduler = clock[me], self._scheduler
+        if post.done_at is None and (
+            send is None or scheduler.stopping or not scheduler.deliver_waiting(post.channel, send, post)
+        ):
+            scheduler.wait(me, post)
         after = post.done_at
         if after > before:
             clock[me] = after
