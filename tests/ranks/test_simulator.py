@@ -251,7 +251,35 @@ def test_running_ahead_changes_nothing(seed):
     assert len(seen) == 30
 
 
-@pytest.mark.parametrize("seed", range(30))
+def test_a_rank_that_waits_takes_no_port_that_one_behind_it_can_still_want():
+    """Rank 1 asks for rank 0's message at 1000 us. Rank 0 stands at 4 us then, and its next message, to rank 2, goes first."""
+
+    def program(comm):
+        x, small = torch.zeros(1000), torch.zeros(1)
+        if comm.rank == 0:
+            first = comm.isend(x, 1)
+            comm.recv(small, 3)
+            second = comm.isend(x, 2)
+            second.wait()
+            first.wait()
+        elif comm.rank == 1:
+            comm.recv(small, 3)
+            with comm.compute("long", seconds=1e-3):
+                pass
+            comm.recv(x, 0)
+        elif comm.rank == 2:
+            comm.recv(x, 0)
+        else:
+            comm.send(small, 1)
+            comm.send(small, 0)
+        return comm.clock()
+
+    expected = [1001 * US + 4 * NS + 5 * US] * 2 + [2 * US + 8 * NS + 5 * US, 2 * US + 8 * NS]
+    assert fw.simulate(program, ranks=4, cluster=WIRE).values == expected
+    assert fw.simulate(program, ranks=4, cluster=WIRE, on_message=lambda **message: None).values == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_running_ahead_changes_nothing_where_ranks_wait_in_between(seed):
     """As above, with waits between the posts: a rank that waits is often behind those that go on. No two things at one time."""
     generator, ranks = random.Random(seed), 4
