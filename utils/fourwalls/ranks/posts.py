@@ -80,7 +80,7 @@ class Send(Post):
                     f"the buffer of an isend was changed before its wait()\n  {describe(self.call)}", rank=comm._me
                 )
         finally:
-            self.comm = self.payload = None
+            self.comm = self.payload = self.tensor = None  # the scheduler may still have it in a list
 
     def _unchanged(self) -> bool:
         x, payload = self.tensor.detach(), self.payload
