@@ -52,9 +52,7 @@ class Port:
 class Channel:
     """Messages from one rank to another with one tag: first posted, first matched, first delivered."""
 
-    __slots__ = (
-        *("dst", "entry", "exit", "nbytes", "receives", "rows_in", "rows_out", "sends", "src", "tag", "takes", "waiting"),
-    )
+    __slots__ = ("dst", "entry", "exit", "nbytes", "receives", "rows_in", "rows_out", "sends", "src", "tag", "takes", "waiting")
 
     def __init__(self, src: int, dst: int, tag, exit: Port, entry: Port, rows_out: list, rows_in: list):
         self.src, self.dst, self.tag = src, dst, tag
@@ -93,7 +91,6 @@ class Scheduler:
         self._exits, self._entries, self._port_free = [Port() for _ in range(size)], [Port() for _ in range(size)], {}
         self._locks = [_thread.allocate_lock() for _ in range(size)]
         self._main = _thread.allocate_lock()
-        self._random = [None] * size
         self.threads: list = [None] * size
         self.running: int | None = None
         self.returned = [False] * size  # whose program came to its end
@@ -139,8 +136,6 @@ class Scheduler:
         ):
             return False
         waiting.popleft()
-        channel.exit.open -= 1
-        channel.entry.open -= 1
         end = self._deliver(channel, send, send.ready)
         if blocked:
             self._wake(rank, end)
@@ -150,8 +145,6 @@ class Scheduler:
         """Deliver the first message of the heap."""
         channel, receive = send.channel, send.receive
         channel.waiting.remove(send)
-        channel.exit.open -= 1
-        channel.entry.open -= 1
         end = self._deliver(channel, send, send.ready)
         for rank, post in ((channel.src, send), (channel.dst, receive)):
             if self.blocked_on[rank] is post:
@@ -172,6 +165,8 @@ class Scheduler:
             end = self._hold(self._ports(channel.src, channel.dst), start, channel.takes)
             start = end - channel.takes
         exit.free = entry.free = send.done_at = receive.done_at = end
+        exit.open -= 1
+        entry.open -= 1
         row = channel.src, channel.dst, start, end, nbytes
         channel.rows_out.append(row)
         channel.rows_in.append(row)

@@ -51,14 +51,12 @@ class _World:
 
     def __init__(self, size, cluster, seed, checks, clock, on_message):
         self.cluster, self.seed, self.checks, self.clock_kind, self.on_message = cluster, seed, checks, clock, on_message
-        self.sends_open: list[dict] = [{} for _ in range(size)]  # a rank's sends that nobody has waited for yet, as keys
-        self.receives_open: list[dict] = [
-            {} for _ in range(size)
-        ]  # its receives: post -> its bytes, first to behind last, if checked
-        self.spans: list[list[int]] = [
-            [] for _ in range(size)
-        ]  # of these with contiguous bytes: where they begin and end, sorted
-        self.scattered: list[dict] = [{} for _ in range(size)]  # the others: post -> its bytes, from the first to behind the last
+        # posts not waited for yet, a dict for each rank: sends -> None, receives -> (first byte, behind the last) or None
+        self.sends_open: list[dict] = [{} for _ in range(size)]
+        self.receives_open: list[dict] = [{} for _ in range(size)]
+        # where such receives lie: both ends of those without gaps, sorted; the others, each as in receives_open
+        self.spans: list[list[int]] = [[] for _ in range(size)]
+        self.scattered: list[dict] = [{} for _ in range(size)]
         self.begun: list[dict] = [{} for _ in range(size)]  # jobs beside the program that it has not waited for (beside.py)
         self.statements = Table()
         self.aside: set[int] = set()  # ranks on their second clock (beside.py): what they wait there is not the program's
