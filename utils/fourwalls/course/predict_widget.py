@@ -82,8 +82,8 @@ class Question:
         self._shut(f"Your guess: {self._text(value)}. Run on.")
 
     def _shut(self, line: str):
-        self.options.disabled = self.commit.disabled = True
         self._say(line)
+        self.options.disabled = self.commit.disabled = True
 
     def _say(self, line: str):
         self.line.value = f'<span role="status" class="fw-predict-line">{line}</span>'
