@@ -18,7 +18,7 @@ import time
 from collections import deque
 from heapq import heappop, heappush
 
-import torch
+from .random_state import keep_and_put_back
 
 __all__ = ["Channel", "Released", "Scheduler"]
 
@@ -91,6 +91,7 @@ class Scheduler:
         self._exits, self._entries, self._port_free = [Port() for _ in range(size)], [Port() for _ in range(size)], {}
         self._locks = [_thread.allocate_lock() for _ in range(size)]
         self._main = _thread.allocate_lock()
+        self._keep_random, self._put_back_random = keep_and_put_back()
         self.threads: list = [None] * size
         self.running: int | None = None
         self.returned = [False] * size  # whose program came to its end
@@ -229,43 +230,34 @@ class Scheduler:
             self._fresh.clear()
             while pending and pending[0][4].done_at is not None:
                 heappop(pending)
-            if pending and (not self._ready or pending[0][0] <= self._ready[0][0]):
-                self._deliver_pending(heappop(pending)[4])
-                continue
-            return heappop(self._ready)[1] if self._ready else None
+            if not pending or (self._ready and self._ready[0][0] < pending[0][0]):
+                return heappop(self._ready)[1] if self._ready else None
+            self._deliver_pending(heappop(pending)[4])
 
     def _hand_over(self, rank: int) -> None:
-        generator = torch.default_generator
-        state = generator.get_state()
-        if not self._resume_next(rank):
+        random = self._keep_random()  # before a watcher is told of messages: it may draw numbers
+        chosen = self._next()
+        if chosen != rank:
+            self._resume(chosen)
             self._locks[rank].acquire()
-        generator.set_state(state)
+        self._put_back_random(random)
+        self.state[rank] = _RUNNING
         self.running = rank
 
-    def _resume_next(self, rank: int | None) -> bool:
-        """Start or resume the next rank; True if that is `rank` itself. Wakes the main thread when nobody can run."""
-        chosen = self._next()
-        if chosen is None:
-            self.running = None
+    def _resume(self, rank: int | None) -> None:
+        """Let that rank run; None: nobody can, and the main thread takes over."""
+        self.running = rank
+        if rank is None:
             self._wake_main()
-            return False
-        self.state[chosen] = _RUNNING
-        if chosen == rank:
-            return True
-        self._start_or_release(chosen)
-        return False
+        elif self.threads[rank].ident is None:
+            self.state[rank] = _RUNNING
+            self.threads[rank].start()
+        else:
+            self._locks[rank].release()
 
     def _wake_main(self) -> None:
         if self._main.locked():
             self._main.release()
-
-    def _start_or_release(self, rank: int) -> None:
-        self.running = rank
-        thread = self.threads[rank]
-        if thread.ident is None:
-            thread.start()
-        else:
-            self._locks[rank].release()
 
     def run(self, program, *, stack_bytes: int, cpu: int | None) -> None:
         """Run `program(rank)` on every rank to the end. Errors are kept in `errors`; stuck ranks stay blocked: see `stuck`."""
@@ -287,13 +279,13 @@ class Scheduler:
             if self.stopping:
                 self._wake_main()
             else:
-                self._resume_next(None)
+                self._resume(self._next())
 
         old = threading.stack_size(stack_bytes)
         try:
             self.threads = [threading.Thread(target=body, args=(r,), daemon=True, name=f"rank {r}") for r in range(self.size)]
             self._ready = [(0, r) for r in range(self.size)]
-            self._resume_next(None)
+            self._resume(self._next())
             while not self._main.acquire(timeout=0.2):  # comes up for air, so that an interrupt gets through on every platform
                 pass
         finally:
