@@ -382,7 +382,9 @@ def drive_bubble(lab, widget):
     for _ in range(3):  # 200 ms on a quiet machine; one that does something else for a moment is slower
         redraws = [redraw_ms(part("fw-link"), widget, f"{k / 20:g}") for k in (1, 2, 3, 4, 5, 0)]
         settled()
-        print(f"bubble explorer, 16 x 64: from a control to the changed page {sorted(redraws)[3]:.0f} ms (median of 6), {redraws}")
+        print(
+            f"bubble explorer, 16 x 64: from a control to the changed page {sorted(redraws)[3]:.0f} ms (median of 6), {redraws}"
+        )
         if sorted(redraws)[3] < 500:
             break
     assert sorted(redraws)[3] < 500, redraws

@@ -282,7 +282,7 @@ PLACES = {  # (first element, length) of a receive under way, of a second messag
 }
 
 
-@pytest.mark.parametrize("second", ["isend", "irecv"])
+@pytest.mark.parametrize("second", ["isend", "irecv", "send", "recv"])
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("others", [(), ((0, 2),), ((14, 2),), ((0, 2), (14, 2)), ((2, 2), (12, 2))], ids=str)
 def test_bytes_of_a_receive_under_way_belong_to_it(second, where, others):
@@ -294,12 +294,12 @@ def test_bytes_of_a_receive_under_way_belong_to_it(second, where, others):
         if comm.rank:
             requests = [comm.isend(torch.ones(length), 0, tag=9) for _, length in others]
             requests += [comm.isend(torch.ones(n), 0)]
-            requests += [comm.irecv(torch.zeros(m), 0, tag=1) if second == "isend" else comm.isend(torch.ones(m), 0, tag=1)]
+            requests += [comm.irecv(torch.zeros(m), 0, tag=1) if "send" in second else comm.isend(torch.ones(m), 0, tag=1)]
         else:
             requests = [comm.irecv(x[k : k + length], 1, tag=9) for k, length in others]
             requests += [comm.irecv(x[a : a + n], 1)]
-            post = comm.isend if second == "isend" else comm.irecv
-            requests += [post(x[b : b + m], 1, tag=1)]
+            posted = getattr(comm, second)(x[b : b + m], 1, tag=1)
+            requests += [posted] if second[0] == "i" else []
         for request in requests:
             request.wait()
         return x
@@ -309,8 +309,56 @@ def test_bytes_of_a_receive_under_way_belong_to_it(second, where, others):
             fw.simulate(program, ranks=2, cluster=WIRE)
     else:
         x = fw.simulate(program, ranks=2, cluster=WIRE).values[0]
-        written = {i for k, length in [*others, (a, n), *([(b, m)] if second == "irecv" else [])] for i in range(k, k + length)}
+        written = {i for k, length in [*others, (a, n), *([(b, m)] if "recv" in second else [])] for i in range(k, k + length)}
         assert x.nonzero().flatten().tolist() == sorted(written)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize(("give", "take"), [((0, 6), (0, 6)), ((0, 4), (2, 6)), ((2, 6), (0, 4)), ((0, 3), (3, 6))], ids=str)
+@pytest.mark.parametrize("column", [False, True])
+def test_an_exchange_sends_what_was_there_before_and_leaves_nothing_behind(give, take, checks, column):
+    def program(comm):
+        x = (torch.arange(6) + 10 * comm.rank).view(6, 1).repeat(1, 2)[:, 0] if column else torch.arange(6) + 10 * comm.rank
+        kept = torch.zeros(2, dtype=x.dtype)
+        under_way = comm.irecv(kept, 1 - comm.rank, tag=3)
+        before = len(comm._spans), len(comm._scattered)
+        got = comm.exchange(x[slice(*give)], 1 - comm.rank, x[slice(*take)], 1 - comm.rank)
+        assert (len(comm._spans), len(comm._scattered)) == before and list(comm._receives_open) == [under_way]
+        for wrong in (-1, 2, True, 1.0, "1"):  # refused before anything is posted
+            with pytest.raises((TypeError, ValueError)):
+                comm.exchange(x, wrong, torch.empty_like(x), 1 - comm.rank)
+            with pytest.raises((TypeError, ValueError)):
+                comm.exchange(x, 1 - comm.rank, torch.empty_like(x), wrong)
+        with pytest.raises(ValueError, match="sparse"):
+            comm.exchange(x.float().to_sparse(), 1 - comm.rank, torch.empty(6), 1 - comm.rank)
+        assert list(comm._receives_open) == [under_way] and not comm._sends_open
+        comm.send(x[:2], 1 - comm.rank, tag=3) if comm.rank else under_way.wait()
+        under_way.wait() if comm.rank else comm.send(x[:2], 1 - comm.rank, tag=3)
+        assert not comm._spans and not comm._scattered and not comm._receives_open and not comm._sends_open
+        return got.tolist()
+
+    values = fw.simulate(program, ranks=2, cluster=WIRE, checks=checks).values
+    assert values == [[10 * (1 - rank) + i for i in range(*give)] for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("call", ["send", "exchange"])
+def test_a_buffer_that_all_ranks_share_and_another_one_changes_is_named(call):
+    """Arguments and globals are one object for all simulated ranks; on real ranks each has its own."""
+
+    def program(comm, x):
+        other = torch.empty_like(x)
+        if call == "exchange":
+            x *= comm.rank + 1
+            comm.exchange(x, 1 - comm.rank, other, 1 - comm.rank)
+        elif comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            x += 1
+            comm.recv(other, 0)
+        return other
+
+    with pytest.raises(fw.MismatchError, match="was changed before its wait"):
+        fw.simulate(program, torch.ones(3), ranks=2, cluster=WIRE)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=str)

@@ -203,8 +203,10 @@ def test_measured_clock_counts_this_machine_and_says_so():
 
 
 def _random_program(comm, plan):
-    """plan: for each rank a list of steps ("c", us) | ("s", peer, n) | ("r", peer, n) | ("w", k): wait for the k-th request."""
-    requests = []
+    """plan: for each rank a list of steps ("c", us) | ("s", peer, n) | ("r", peer, n) | ("w", k): wait for the k-th request, or
+    ("p", k): ask whether it is done. Returns the clock and the answers.
+    """
+    requests, answers = [], []
     for step in plan[comm.rank]:
         if step[0] == "c":
             with comm.compute("work", seconds=step[1] * 1e-6):
@@ -213,9 +215,11 @@ def _random_program(comm, plan):
             requests.append(comm.isend(torch.full((step[2],), float(comm.rank)), step[1]))
         elif step[0] == "r":
             requests.append(comm.irecv(torch.empty(step[2]), step[1]))
+        elif step[0] == "p":
+            answers.append(requests[step[1]].done)
         else:
             requests[step[1]].wait()
-    return comm.clock()
+    return comm.clock(), answers
 
 
 def _random_plan(generator, ranks, messages, in_any_order=False):
@@ -279,28 +283,61 @@ def test_a_rank_that_waits_takes_no_port_that_one_behind_it_can_still_want():
     assert fw.simulate(program, ranks=4, cluster=WIRE, on_message=lambda **message: None).values == expected
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_running_ahead_changes_nothing_where_ranks_wait_in_between(seed):
-    """As above, with waits between the posts: a rank that waits is often behind those that go on. No two things at one time."""
-    generator, ranks = random.Random(seed), 4
+def _plan_with_waits(generator, ranks, messages, polls=0.0):
+    """Waits, and with a chance of `polls` questions, between the posts. No two things happen at one time."""
     plan = [[] for _ in range(ranks)]
     posted = [0] * ranks
     late = [[] for _ in range(ranks)]
-    for _ in range(25):
+    for _ in range(messages):
         src, dst = generator.sample(range(ranks), 2)
         for rank, kind, peer in ((src, "s", dst), (dst, "r", src)):
             plan[rank] += [("c", generator.random() * 3), (kind, peer, 25)]
             late[rank].append(posted[rank])
             posted[rank] += 1
         for rank in (src, dst):  # both have posted: what they wait for now can end
+            while late[rank] and generator.random() < polls:
+                plan[rank] += [("c", generator.random() * 3), ("p", generator.choice(late[rank]))]
             while late[rank] and generator.random() < 0.4:
                 plan[rank].append(("w", late[rank].pop(generator.randrange(len(late[rank])))))
     for rank in range(ranks):
         plan[rank] += [("w", k) for k in late[rank]]
-    ahead = fw.simulate(_random_program, plan, ranks=ranks, cluster=WIRE)
-    strict = fw.simulate(_random_program, plan, ranks=ranks, cluster=WIRE, on_message=lambda **message: None)
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_running_ahead_changes_nothing_where_ranks_wait_in_between(seed):
+    """As above, with waits between the posts: a rank that waits is often behind those that go on."""
+    plan = _plan_with_waits(random.Random(seed), 4, 25)
+    ahead = fw.simulate(_random_program, plan, ranks=4, cluster=WIRE)
+    strict = fw.simulate(_random_program, plan, ranks=4, cluster=WIRE, on_message=lambda **message: None)
     assert ahead.values == strict.values
     assert sorted(ahead.trace.events, key=repr) == sorted(strict.trace.events, key=repr)
+
+
+@pytest.mark.parametrize(("ranks", "messages", "seed"), [(n, m, s) for n, m in ((4, 25), (40, 120), (90, 300)) for s in range(8)])
+def test_what_a_rank_is_told_does_not_depend_on_who_ran_first(ranks, messages, seed):
+    """Questions too ("is it done?") are answered by the clock."""
+    plan = _plan_with_waits(random.Random(seed), ranks, messages, polls=0.4)
+    ahead = fw.simulate(_random_program, plan, ranks=ranks, cluster=WIRE)
+    strict = fw.simulate(_random_program, plan, ranks=ranks, cluster=WIRE, on_message=lambda **message: None)
+    assert {answer for _, answers in strict.values for answer in answers} == {True, False}
+    assert ahead.values == strict.values
+    assert sorted(ahead.trace.events, key=repr) == sorted(strict.trace.events, key=repr)
+
+
+def test_a_question_is_answered_by_the_clock_even_to_a_rank_that_ran_first():
+    """Rank 0 asks at 10 us for what rank 1, which has not run yet, sends at 0: it is there, and asking takes no time."""
+
+    def program(comm):
+        if comm.rank == 1:
+            comm.send(torch.ones(250), 0)
+            return None
+        request = comm.irecv(torch.empty(250), 1)
+        with comm.compute("work", seconds=10e-6):
+            pass
+        return request.done, comm.clock(), request.wait().sum().item()
+
+    assert fw.simulate(program, ranks=2, cluster=WIRE).values[0] == (True, 10 * US, 250.0)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -164,7 +164,8 @@ def _circulate(comm, chunks, first, adding, placing, reduction, count):
     if n == 1:
         return
     pieces = [piece for chunk in chunks for piece in segments(chunk, count)]
-    arrivals = [(first - s - 1) % n * count + k for s in range(steps) for k in range(count)]
+    circle = [(first - s) % n * count + k for s in range(1, n + 1) for k in range(count)]
+    arrivals = (circle + circle)[: steps * count]
     ahead = min(AHEAD, (adding or placing) * count)
     with comm.one_call(), scratch(comm, pieces[0], ahead if adding else 0) as room:
         _go_round(comm, pieces, first % n * count, count, arrivals, adding * count, reduction, room, ahead)

@@ -25,6 +25,8 @@ from .trace import PS
 
 __all__ = ["SimulatedComm"]
 
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
+
 
 class _Name(str):
     """What an internal channel has instead of a tag; no string of the learner's is one."""
@@ -58,6 +60,7 @@ class SimulatedComm(Comm):
         self._splits, self._statements = 0, 0
         self._thread = get_ident() if world.lazy_clock is None else None  # whose calls need no second look
         self._outgoing, self._incoming = {}, {}  # (peer, tag) -> channel
+        self._last_pair = None, None  # whom the last exchange was with: mostly the next one is the same
         self._scheduler, self._clock, self._lazy_clock = world.scheduler, world.scheduler.clock, world.lazy_clock
         self._sends_open, self._receives_open = world.sends_open[me], world.receives_open[me]
         self._spans, self._scattered = world.spans[me], world.scattered[me]
@@ -75,18 +78,20 @@ class SimulatedComm(Comm):
         self._send(x, to, tag, "send").wait()
 
     def recv(self, buf, frm, tag=0):
-        return self._receive(buf, frm, tag, "recv").wait()
+        return self._receive(buf, frm, tag, "recv", False).wait()
 
     def exchange(self, x, to, buf, frm, tag=0):
-        if to.__class__ is not int or not 0 <= to < self.size or frm.__class__ is not int or not 0 <= frm < self.size or tag != 0:
+        last_to, last_frm = self._last_pair
+        known = to is last_to and frm is last_frm and tag == 0  # True == 1, but it is another object
+        if not known or x.__class__ is not _TENSOR or buf.__class__ is not _TENSOR or x.layout is not _STRIDED:
             self._check_peer(to, tag, "send to")
             self._check_peer(frm, tag, "receive from")
-        if not isinstance(x, torch.Tensor) or not isinstance(buf, torch.Tensor):
             self._check_tensor(x, "send")
             self._check_tensor(buf, "receive into")
+            self._last_pair = to, frm
         if x is buf or (x.is_cpu and buf.is_cpu and share_memory(x, buf)):
             x = x.clone()  # what was there before the receive is what travels
-        incoming = self._receive(buf, frm, tag, "exchange recv")
+        incoming = self._receive(buf, frm, tag, "exchange recv", False)
         outgoing = self._send(x, to, tag, "exchange send")
         incoming.wait()
         outgoing.wait()
@@ -112,9 +117,10 @@ class SimulatedComm(Comm):
             if start:
                 post.payload = take_bytes(start, nbytes)  # what was given now is what travels
                 spans = self._spans
-                i = bisect(spans, start)
-                if (i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered) and to != self.rank:
-                    self._refuse_shared(post, (start, start + nbytes))
+                if (spans or self._scattered) and to != self.rank:
+                    i = bisect(spans, start)
+                    if i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered:
+                        self._refuse_shared(post, (start, start + nbytes))
             else:
                 with self._world.paused(self._me):
                     post.payload = x.detach().clone()
@@ -137,7 +143,8 @@ class SimulatedComm(Comm):
         channel.exit.open += 1
         return post
 
-    def _receive(self, x, frm, tag, op):
+    def _receive(self, x, frm, tag, op, goes_on=True):
+        """goes_on: the rank goes on before the message is there, and could use the buffer for another one."""
         channel = self._incoming.get((frm, tag)) if frm.__class__ is int and tag.__class__ is int else None
         if channel is None:
             channel = self._channel(frm, tag, False)
@@ -155,20 +162,23 @@ class SimulatedComm(Comm):
         post.site = (self._site or call_site(3)) if self.checks else None
         if start:
             if self.checks and frm != self.rank:
-                reached, spans = (start, start + nbytes), self._spans
-                i = bisect(spans, start)
-                if i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered:
-                    self._refuse_shared(post, reached)
-                spans[i:i] = reached
+                place, spans, i = (start, start + nbytes), self._spans, 0
+                if spans or self._scattered:
+                    i = bisect(spans, start)
+                    if i % 2 or (i < len(spans) and spans[i] < start + nbytes) or self._scattered:
+                        self._refuse_shared(post, place)
+                if goes_on:
+                    reached = spans[i:i] = place
         else:
             if not x.is_contiguous() and overlaps(x):
                 raise ValueError(
                     f"rank {self.rank}: receive into an expanded tensor, whose elements share memory; try torch.empty"
                 )
             if self.checks and frm != self.rank and nbytes and x.is_cpu and x.__class__ is torch.Tensor:
-                reached = reach(x)
-                self._refuse_shared(post, reached)
-                self._scattered[post] = reached
+                place = reach(x)
+                self._refuse_shared(post, place)
+                if goes_on:
+                    reached = self._scattered[post] = place
         self._receives_open[post] = reached
         if channel.sends:
             send = channel.sends.popleft()
@@ -227,7 +237,11 @@ class SimulatedComm(Comm):
         if after > before:
             clock[me] = after
             if me not in self._aside:
-                self._rows.append(("wait to send" if post.__class__ is Send else "wait to receive", post.peer, before, after))
+                channel = post.channel
+                sending = post.__class__ is Send
+                self._rows.append(
+                    ("wait to send", channel.dst, before, after) if sending else ("wait to receive", channel.src, before, after)
+                )
 
     def _idle(self, picoseconds):
         self._clock[self._me] += picoseconds
