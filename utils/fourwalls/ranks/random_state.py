@@ -1,8 +1,8 @@
 """torch's random state, kept and put back hundreds of thousands of times: every simulated rank has one, torch has one place.
 
-torch's own way there and back takes a tensor of twice the size and 5 KB of the calling thread's stack; for hundreds of threads
-that is more than a core's cache holds, and then everything else is slow too. So where this process finds the generator's numbers
-in memory, and sees that copying them there and back is all there is to it, they are copied; else torch's way is taken.
+torch's own way there and back goes over a tensor of 5 KB, twice what the generator holds; those of hundreds of threads do not fit
+into a core's cache. So where this process finds the generator's numbers in memory, and sees that copying them there and back is
+all there is to it, they are copied; else torch's way is taken.
 
     mt19937: seed (8 bytes), left (4), seeded (4), next (4), 624 words;  then what the normal distribution has left over
 
@@ -27,7 +27,10 @@ _known: list = []  # what was found out in this process
 
 
 def keep_and_put_back() -> tuple[Callable, Callable]:
-    """keep() -> the state of torch's default generator, put_back(state). A state is for this process only."""
+    """keep() -> the state of torch's default CPU generator, put_back(state). A state is for this process only.
+
+    What another thread draws from that generator at the same time is garbage.
+    """
     if not _known:
         looking = threading.Thread(target=_look)  # torch's modes, a default device and the like hold for one thread
         looking.start()
